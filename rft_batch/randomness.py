@@ -1,0 +1,130 @@
+"""Draws that belong to a sample, not to a machine.
+
+Every draw is a function of (seed, round, prompt_id, sample_index, stream, step), so the same sample
+comes out whatever the batch, the number of processes or the number of restarts. The generator is
+Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") through numpy's
+`random_raw`: raw words are stable between numpy versions, distribution methods are not (NEP 19).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+_WORDS_PER_BLOCK = 4
+_COUNTER_SIZE = 1 << 256
+# Seeking costs as much as drawing about this many words, so nearer positions are drawn in one go.
+_GAP_WORDS = 1024
+
+
+class Stream(IntEnum):
+    """What a draw is for; the streams of one sample are independent of each other.
+
+    The numbers are part of the contract: changing one changes samples.
+    """
+
+    TOKENS = 0
+    CONFIDENCE = 1
+    ORDER = 2
+    TRAIN_RATIO = 3
+    TRAIN_MASK = 4
+    CONDITION_DROP = 5
+    SHUFFLE = 6
+    SELECTION = 7
+    DROPOUT = 8
+
+
+class SampleNoise:
+    """All the random words of one sample, or of one epoch, by (stream, step, index).
+
+    Philox is a function of its counter, so this holds a position for speed but no state that
+    matters: the same arguments give the same words in any order of calls.
+
+    Args:
+        identity: what the words belong to; `for_sample` makes the identity of a sample.
+    """
+
+    def __init__(self, *identity: str | int) -> None:
+        digest = hashlib.blake2b(repr(("rft1", *identity)).encode(), digest_size=16).digest()
+        self._philox = np.random.Philox(key=np.frombuffer(digest, dtype="<u8"), counter=[0] * 4)
+        self._position = 0
+
+    @classmethod
+    def for_sample(
+        cls, seed: int, round_number: int, prompt_id: str, sample_index: int
+    ) -> "SampleNoise":
+        """The noise of one sample of one prompt in one round."""
+        return cls(seed, round_number, prompt_id, sample_index)
+
+    def words(self, stream: Stream, step: int, count: int, start: int = 0) -> NDArray[np.uint64]:
+        """Words `start` to `start + count` of a stream at a step.
+
+        Args:
+            stream: what they are for.
+            step: sampling step, or epoch.
+            count: how many.
+            start: index of the first, a multiple of 4 (a Philox block).
+
+        Returns:
+            `[count]` uint64.
+        """
+        target = (step << 128) | (stream << 64) | (start // _WORDS_PER_BLOCK)
+        self._philox.advance((target - self._position) % _COUNTER_SIZE)
+        self._position = target + -(-count // _WORDS_PER_BLOCK)
+        return self._philox.random_raw(count)
+
+    def token_words(
+        self, step: int, positions: Sequence[int] | NDArray[np.int64], vocab: int
+    ) -> NDArray[np.uint64]:
+        """One word for every token id at each of some positions.
+
+        A position's words depend on the position, the token id and `vocab` alone: not on the
+        length of the sequence nor on which other positions are drawn.
+
+        Args:
+            step: sampling step.
+            positions: ascending positions in the sequence.
+            vocab: number of token ids.
+
+        Returns:
+            `[len(positions), vocab]` uint64.
+        """
+        stride = -(-vocab // _WORDS_PER_BLOCK) * _WORDS_PER_BLOCK
+        places = np.asarray(positions, dtype=np.int64)
+        out = np.empty((len(places), vocab), dtype=np.uint64)
+        breaks = np.flatnonzero(np.diff(places) * stride > _GAP_WORDS + stride) + 1
+        for group in np.split(np.arange(len(places)), breaks):
+            if not len(group):
+                continue
+            first, last = int(places[group[0]]), int(places[group[-1]])
+            count = (last - first + 1) * stride
+            drawn = self.words(Stream.TOKENS, step, count, first * stride)
+            out[group] = drawn.reshape(-1, stride)[places[group] - first, :vocab]
+        return out
+
+    def permutation(self, stream: Stream, step: int, count: int) -> NDArray[np.int64]:
+        """A uniformly random order of `count` things, `[count]` int64."""
+        return np.argsort(self.words(stream, step, count), kind="stable")
+
+    def uniform(self, stream: Stream, step: int) -> float:
+        """One uniform in the open interval (0, 1)."""
+        return float(unit_uniform(self.words(stream, step, 1))[0])
+
+
+def unit_uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Words as uniforms in the open interval (0, 1), float64, the shape kept.
+
+    53 bits and half a step: never 0 and never 1, so `log(-log(u))` is finite for every word.
+    """
+    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def gumbel(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Words as standard Gumbel draws, float64, the shape kept.
+
+    float64 on purpose: a float32 tail cut lowers the effective temperature (Zheng et al. 2024,
+    arXiv 2409.02908).
+    """
+    return -np.log(-np.log(unit_uniform(words)))
