@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch_ema import ExponentialMovingAverage
@@ -36,8 +37,6 @@ class TrainingState:
     """Gradient scaler of fp16, None otherwise."""
     step: int = 0
     """Optimizer steps done."""
-    attempt: int = 1
-    """How often the training was started."""
 
 
 def save_checkpoint(folder: Path, state: TrainingState) -> None:
@@ -53,7 +52,7 @@ def save_checkpoint(folder: Path, state: TrainingState) -> None:
     }
     if state.ema is not None:
         contents["ema"] = ema_tensors(state)
-    plain: dict[str, Any] = {"step": state.step, "attempt": state.attempt}
+    plain: dict[str, Any] = {"step": state.step}
     if state.ema is not None:
         plain["ema_updates"] = state.ema.num_updates
     if state.scaler is not None:
@@ -145,23 +144,31 @@ def _verified(path: Path) -> dict[str, Any] | None:
 
 def _restore(path: Path, plain: Mapping[str, Any], state: TrainingState) -> None:
     device = next(state.model.parameters()).device
-    model = load_file(path / "model.safetensors", device=str(device))
+    model = _load(path / "model.safetensors", str(device))
     _refuse_other_tensors(path / "model.safetensors", state.model.state_dict(), model)
     state.model.load_state_dict(model)
     parameters = dict(state.model.named_parameters())
-    for name, tensor in load_file(path / "optimizer.safetensors").items():
+    for name, tensor in _load(path / "optimizer.safetensors", "cpu").items():
         parameter, _, key = name.rpartition("/")
         # AdamW keeps its step count on the CPU unless it is fused or capturable.
         slot_device = "cpu" if key == "step" and not _steps_on_device(state.optimizer) else device
         state.optimizer.state[parameters[parameter]][key] = tensor.to(slot_device)
     if state.ema is not None:
-        tensors = load_file(path / "ema.safetensors", device=str(device))
+        tensors = _load(path / "ema.safetensors", str(device))
         _refuse_other_tensors(path / "ema.safetensors", state.model.state_dict(), tensors)
         state.ema.shadow_params = [tensors[name] for name, _ in _averaged(state.model)]
         state.ema.num_updates = plain["ema_updates"]
     if state.scaler is not None:
         state.scaler.load_state_dict(plain["scaler"])
-    state.step, state.attempt = plain["step"], plain["attempt"] + 1
+    state.step = plain["step"]
+
+
+def _load(path: Path, device: str) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path, device=device)
+        return tensors
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: cannot be read: {error}. Remove its folder.") from error
 
 
 def _steps_on_device(optimizer: torch.optim.Optimizer) -> bool:

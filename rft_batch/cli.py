@@ -18,7 +18,7 @@ import click
 
 from rft_batch import __version__
 from rft_batch.errors import InputError, RftError
-from rft_batch.processes import exit_on_sigterm
+from rft_batch.processes import exit_on_sigterm, is_main_process
 from rft_batch.settings import (
     FinetuneSettings,
     GenerateSettings,
@@ -188,7 +188,9 @@ def generate_command(settings: GenerateSettings) -> None:
 
     manifest = generate(settings)
     if "unfinished_shards" in manifest:
-        click.echo(f"{manifest['folder']}: partial, {manifest['unfinished_shards']} shards to do")
+        if is_main_process():
+            left = manifest["unfinished_shards"]
+            click.echo(f"{manifest['folder']}: {left} shards are not there yet")
         return
     own, anchor = manifest["own_loss"], manifest["anchor_loss"]
     click.echo(
@@ -230,9 +232,12 @@ def finetune_command(settings: FinetuneSettings) -> None:
     from rft_batch.finetuning import finetune
 
     manifest = finetune(settings)
-    click.echo(
-        figures_table({**manifest["counts"], "loss of the last epoch": manifest["last_epoch_loss"]})
-    )
+    if is_main_process():
+        click.echo(
+            figures_table(
+                {**manifest["counts"], "loss of the last epoch": manifest["last_epoch_loss"]}
+            )
+        )
 
 
 @cli.add_command

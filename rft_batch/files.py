@@ -27,7 +27,7 @@ def publish(path: Path, write: Callable[[Path], None], writer: str = "") -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}{writer}.tmp")
     write(temporary)
-    _fsync(temporary)
+    _finish(temporary)
     os.replace(temporary, path)
     _fsync(path.parent)
 
@@ -44,7 +44,7 @@ def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
     temporary.mkdir()
     write(temporary)
     for file in sorted(temporary.iterdir()):
-        _fsync(file)
+        _finish(file)
     _fsync(temporary)
     if path.exists():
         shutil.rmtree(path)
@@ -85,6 +85,12 @@ def text_digest(text: str) -> str:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
+
+
+def _finish(path: Path) -> None:
+    # safetensors makes its files readable by their owner alone, others of a group could not train.
+    path.chmod(0o644)
+    _fsync(path)
 
 
 def _fsync(path: Path) -> None:

@@ -97,32 +97,32 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
         speaks,
     )
     state = run.train()
-    manifest: dict[str, Any] = {
-        "stage": "finetune",
-        "identity": identity,
-        "policy": {"path": str(settings.policy), "digest": digest},
-        "counts": {
-            "rows": len(rows),
-            "steps": state.step,
-            "attempts": state.attempt,
-        },
-    }
     if speaks:
-        steps = read_metrics(run.metrics_path)
-        last_epoch = [s["loss"] for s in steps if s["epoch"] == steps[-1]["epoch"]]
-        manifest["last_epoch_loss"] = sum(last_epoch) / len(last_epoch)
-        manifest["counts"]["skipped_steps"] = sum(s["skipped"] for s in steps)
         raw = state.model.state_dict()
         policy.save(round_dir / "policy-raw", raw)
         policy.save(round_dir / "policy", ema_tensors(state) if state.ema is not None else raw)
-        manifest["exported"] = {
-            name: policy_digest(round_dir / name) for name in ("policy", "policy-raw")
+        steps = read_metrics(run.metrics_path)
+        last_epoch = [s["loss"] for s in steps if s["epoch"] == steps[-1]["epoch"]]
+        manifest = {
+            "stage": "finetune",
+            "identity": identity,
+            "policy": {"path": str(settings.policy), "digest": digest},
+            "counts": {
+                "rows": len(rows),
+                "steps": state.step,
+                "skipped_steps": sum(s["skipped"] for s in steps),
+                "attempts": run.attempt,
+            },
+            "last_epoch_loss": sum(last_epoch) / len(last_epoch),
+            "exported": {
+                name: policy_digest(round_dir / name) for name in ("policy", "policy-raw")
+            },
+            "versions": versions(),
         }
-        manifest["versions"] = versions()
         publish_json(folder / "manifest.json", manifest)
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return manifest
+    return read_manifest(folder, f"rft-batch finetune {round_dir}")
 
 
 def learning_rate(settings: FinetuneSettings, step: int, total_steps: int) -> float:
@@ -198,6 +198,8 @@ class _Run:
         planned = settings.epochs * self.steps_per_epoch
         self.total_steps = min(planned, settings.max_steps or planned)
         self.metrics_path = folder / "metrics.jsonl"
+        earlier = read_metrics(self.metrics_path) if self.metrics_path.exists() else []
+        self.attempt = 1 + max((record["attempt"] for record in earlier), default=0)
         processes = accelerator.num_processes
         self.micro_batch_size = settings.micro_batch_size or -(-settings.batch_size // processes)
 
@@ -222,7 +224,7 @@ class _Run:
             while state.step < self.total_steps:
                 figures = self._step(state, model, stepper)
                 if accelerator.is_main_process:
-                    append_metrics(self.metrics_path, {"attempt": state.attempt, **figures})
+                    append_metrics(self.metrics_path, {"attempt": self.attempt, **figures})
                 self._checkpoint(state)
                 progress.advance(1, loss=figures["loss"])
         return state

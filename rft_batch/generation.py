@@ -199,10 +199,12 @@ def _make_shards(stage: _Stage, process: Process) -> None:
         finished: Future[list[Score]] | None = None
         for number in (n for n in owned if n in missing):
             completions, batch_size, loss = _complete(stage, number, batch_size, progress)
-            if finished is not None:
-                unscored += _count_unscored(finished.result())
-                _refuse_too_many_errors(stage, unscored)
+            # Handed over before the one before is looked at: what was generated is never lost.
+            before = finished
             finished = scorer.submit(_score_and_write, stage, number, completions, loss)
+            if before is not None:
+                unscored += _count_unscored(before.result())
+                _refuse_too_many_errors(stage, unscored)
         if finished is not None:
             finished.result()
 

@@ -1,5 +1,6 @@
 """Which process this is, which work is its own, and how a stop by a signal ends."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,11 @@ def this_process(device: str) -> Process:
     state = PartialState(cpu=cpu)
     chosen = str(state.device) if device in ("auto", "cpu", state.device.type) else device
     return Process(state.process_index, state.num_processes, chosen)
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that prints, known before anything is imported."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def exit_on_sigterm() -> None:

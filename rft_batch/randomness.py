@@ -116,9 +116,10 @@ class SampleNoise:
 def unit_uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Words as uniforms in the open interval (0, 1), float64, the shape kept.
 
-    53 bits and half a step: never 0 and never 1, so `log(-log(u))` is finite for every word.
+    52 bits and half a step: never 0 and never 1, so `log(-log(u))` is finite for every word. With
+    53 bits the half is lost to rounding in the upper half, and the largest word becomes 1.
     """
-    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def gumbel(words: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from rft_batch.errors import DataError
-from rft_batch.files import publish
+from rft_batch.files import file_digest, publish
 from rft_batch.schema import SAMPLES
 from rft_batch.settings import fingerprint
 from rft_batch.shards import manifest_shards, read_columns, read_manifest, read_rows, shard_info
@@ -69,13 +69,20 @@ def _selected_tables(round_dir: Path, selection: str) -> list[pa.Table]:
     made_samples, made_flags = _manifests(round_dir, selection)
     pairs = zip(
         manifest_shards(samples, made_samples),
-        manifest_shards(flags, made_flags),
         made_samples["shards"],
+        manifest_shards(flags, made_flags),
+        made_flags["shards"],
         strict=True,
     )
     tables = []
-    for sample_path, flag_path, entry in pairs:
-        if shard_info(flag_path).metadata.get("samples") != entry["xxh3_128"]:
+    for sample_path, sample_entry, flag_path, flag_entry in pairs:
+        # Flags are small enough to be hashed whole; of the samples only pages are checked.
+        if file_digest(flag_path) != flag_entry["xxh3_128"]:
+            raise DataError(
+                f"{flag_path}: damaged, its digest is not the one in the manifest. "
+                f"Remove {flags} and run rft-batch select again."
+            )
+        if shard_info(flag_path).metadata.get("samples") != sample_entry["xxh3_128"]:
             raise DataError(
                 f"{flag_path}: its flags belong to other samples than {sample_path}. "
                 f"Remove {flags} and run rft-batch select again."

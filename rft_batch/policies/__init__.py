@@ -4,8 +4,8 @@ from pathlib import Path
 
 from rft_batch.errors import InputError
 from rft_batch.policies.maskgit import MaskGITPolicy
+from rft_batch.policies.protocol import Completions, Policy, Sampler, TrainingBatch
 from rft_batch.policies.token_model import policy_digest, read_spec
-from rft_batch.policies.types import Completions, Policy, Sampler, TrainingBatch
 
 __all__ = ["Completions", "Policy", "Sampler", "TrainingBatch", "load_policy", "policy_digest"]
 

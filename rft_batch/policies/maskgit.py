@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from rft_batch.errors import DataError, InputError
+from rft_batch.policies.protocol import Completions, TrainingBatch
 from rft_batch.policies.token_model import (
     TokenModelSpec,
     load_model,
@@ -31,7 +32,6 @@ from rft_batch.policies.token_model import (
     token_logits,
 )
 from rft_batch.policies.token_sampling import guide, masked_counts, warp
-from rft_batch.policies.types import Completions, TrainingBatch
 from rft_batch.randomness import SampleNoise, Stream, gumbel
 
 

@@ -1,0 +1,139 @@
+"""Tiny real policies, and rounds made of them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rft_batch.generation import generate
+from rft_batch.policies.token_model import ClassCondition, Recipe, TokenModelSpec, save_policy
+from rft_batch.policies.token_transformer import TokenTransformer
+from rft_batch.selection import select
+from rft_batch.settings import GenerateSettings, SelectSettings
+
+# Threads that wait for each other cost more than these small matrices do.
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY = TokenModelSpec(
+    family="maskgit",
+    model="rft_batch.policies.token_transformer:TokenTransformer",
+    model_arguments={
+        "vocab_size": 7,
+        "seq_len": 6,
+        "num_classes": 3,
+        "width": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+    },
+    vocab_size=7,
+    mask_id=7,
+    seq_len=6,
+    condition=ClassCondition(num_classes=3, null_class=3),
+    recipe=Recipe(condition_dropout=0.1),
+)
+
+REWARD = '''"""How many of a completion's tokens are the asked class."""
+
+
+def share_of_class(prompts, completion_ids, **columns):
+    return [
+        sum(token == label for token in ids) / len(ids) + sum(ids) / 1000
+        for label, ids in zip(prompts, completion_ids, strict=True)
+    ]
+'''
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run tests that take minutes")
+    parser.addoption("--network", action="store_true", help="run tests that need a model hub")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = {
+        "gpu": None if torch.cuda.is_available() else "no GPU here",
+        "slow": None if config.getoption("--slow") else "slow: pass --slow",
+        "network": None if config.getoption("--network") else "needs a hub: pass --network",
+    }
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def save_tiny_policy(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A policy of 2 layers and 7 tokens with random weights, its spec changed as asked."""
+    torch.manual_seed(seed)
+    model = TokenTransformer(**TINY.model_arguments)
+    with torch.no_grad():
+        model.head.weight.mul_(8)  # sharper than chance, so that prompts matter
+    save_policy(folder, replace(TINY, **changes), model.state_dict())
+    return folder
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return save_tiny_policy(tmp_path / "policy")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    rows = [{"prompt_id": f"p{i}", "prompt": i % 3, "level": i} for i in range(7)]
+    return write_jsonl(tmp_path / "prompts.jsonl", rows)
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> str:
+    (tmp_path / "reward.py").write_text(REWARD)
+    return f"{tmp_path / 'reward.py'}:share_of_class"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, policy: Path, prompts: Path, reward: str) -> GenerateSettings:
+    """7 prompts x 4 samples in 4 shards."""
+    return GenerateSettings(
+        round_dir=tmp_path / "run" / "round-1",
+        policy=policy,
+        prompts=prompts,
+        reward=(reward,),
+        samples_per_prompt=4,
+        prompts_per_shard=2,
+        steps=3,
+    )
+
+
+@pytest.fixture
+def sampled(settings: GenerateSettings) -> Path:
+    """A round whose samples are made."""
+    generate(settings)
+    return settings.round_dir
+
+
+@pytest.fixture
+def selected(sampled: Path) -> Path:
+    """A round whose samples are made and selected."""
+    select(SelectSettings(round_dir=sampled, top_k=2))
+    return sampled
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a reward function's body; gives its import string."""
+
+    def write(body: str) -> str:
+        lines = "\n".join("    " + line for line in body.splitlines())
+        text = f"def reward(prompts, completions, completion_ids, **columns):\n{lines}\n"
+        (tmp_path / "user_reward.py").write_text(text)
+        return f"{tmp_path / 'user_reward.py'}:reward"
+
+    return write

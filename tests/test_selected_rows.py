@@ -1,0 +1,93 @@
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rft_batch.errors import DataError
+from rft_batch.generation import generate
+from rft_batch.selected_rows import COLUMNS, load_selected, selection_digest
+from rft_batch.selection import select
+from rft_batch.settings import GenerateSettings, SelectSettings
+
+
+def test_exactly_the_selected_rows_are_loaded(selected: Path, tmp_path: Path) -> None:
+    rows = load_selected(selected, "selection", tmp_path)
+
+    expected = []
+    for path in sorted((selected / "samples").glob("shard-*.parquet")):
+        flags = pq.read_table(selected / "selection" / path.name)["selected"].to_pylist()
+        samples = pq.read_table(path, columns=COLUMNS).to_pylist()
+        expected += [row for row, kept in zip(samples, flags, strict=True) if kept]
+    assert rows.to_list() == expected
+    assert len(rows) == 14
+    assert rows.cache_files[0]["filename"].startswith(str(tmp_path))
+
+
+def test_only_row_groups_with_selected_rows_are_read(
+    selected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = []
+    original = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile,
+        "read_row_group",
+        lambda self, group, columns: (groups.append(group), original(self, group, columns))[1],
+    )
+    load_selected(selected, "selection", tmp_path)
+    # Ranks 0, 1 and 2-3 stand in groups of their own; the last is not touched.
+    assert groups == [0, 1] * 4
+
+
+def test_a_second_load_reads_the_arrow_file_alone(selected: Path, tmp_path: Path) -> None:
+    first = load_selected(selected, "selection", tmp_path).to_list()
+    for path in (selected / "samples").glob("shard-*.parquet"):
+        path.write_bytes(b"gone")
+    assert load_selected(selected, "selection", tmp_path).to_list() == first
+
+
+def test_another_content_of_the_same_size_and_time_is_noticed(
+    settings: GenerateSettings, tmp_path: Path
+) -> None:
+    generate(settings)
+    round_dir = settings.round_dir
+    select(SelectSettings(round_dir=round_dir))
+    before = selection_digest(round_dir, "selection")
+    stats = {p.name: p.stat() for p in (round_dir / "samples").iterdir()}
+
+    for folder in ("samples", "selection"):
+        for path in (round_dir / folder).iterdir():
+            path.unlink()
+    generate(replace(settings, seed=1))
+    select(SelectSettings(round_dir=round_dir))
+    for path in (round_dir / "samples").iterdir():
+        os.utime(path, ns=(stats[path.name].st_atime_ns, stats[path.name].st_mtime_ns))
+
+    assert selection_digest(round_dir, "selection") != before
+
+
+def test_flags_of_other_samples_are_refused(settings: GenerateSettings, tmp_path: Path) -> None:
+    generate(settings)
+    select(SelectSettings(round_dir=settings.round_dir))
+    for path in (settings.round_dir / "samples").iterdir():
+        path.unlink()
+    generate(replace(settings, seed=1))
+    with pytest.raises(DataError, match="its flags belong to other samples than"):
+        load_selected(settings.round_dir, "selection", tmp_path)
+
+
+def test_an_empty_selection_is_refused(sampled: Path, tmp_path: Path) -> None:
+    select(SelectSettings(round_dir=sampled, min_score=99))
+    with pytest.raises(DataError, match="nothing is selected, so there is nothing to train on"):
+        load_selected(sampled, "selection", tmp_path)
+    assert not list(tmp_path.glob("*.arrow"))
+
+
+def test_a_damaged_flag_shard_is_refused(selected: Path, tmp_path: Path) -> None:
+    path = selected / "selection" / "shard-00001.parquet"
+    content = bytearray(path.read_bytes())
+    content[40] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=str(path)):
+        load_selected(selected, "selection", tmp_path)
