@@ -91,6 +91,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(2)
+    except OSError as error:
+        click.echo(f"Error: {error}. What is published is whole; run it again.", err=True)
+        sys.exit(3)
     except (click.Abort, KeyboardInterrupt):
         click.echo("Stopped. The same command goes on where it was.", err=True)
         sys.exit(130)
@@ -179,8 +182,8 @@ def _from_folder(value: Any, folder: Path) -> Any:
 @cli.add_command
 @_command(
     GenerateSettings,
-    "rft-batch generate runs/mine/round-1 --policy my-policy --prompts prompts.jsonl "
-    "--reward reward.py:score",
+    "rft-batch generate runs/mine/round-1 --policy my-policy \\\n"
+    "      --prompts prompts.jsonl --reward reward.py:score",
 )
 def generate_command(settings: GenerateSettings) -> None:
     """Sample every prompt K times and score the samples."""

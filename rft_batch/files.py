@@ -13,6 +13,8 @@ from typing import Any
 
 import xxhash
 
+from rft_batch.errors import DataError
+
 _CHUNK_BYTES = 1 << 20
 
 
@@ -61,6 +63,18 @@ def publish_json(path: Path, content: Any, writer: str = "") -> None:
 def publish_text(path: Path, text: str) -> None:
     """Publishes `text` as UTF-8."""
     publish(path, lambda temporary: _write_text(temporary, text))
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file that this project published.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: damaged, not JSON: {error}. Restore it or remove it.") from error
 
 
 def file_digest(path: Path) -> str:

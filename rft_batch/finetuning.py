@@ -8,7 +8,6 @@ optimizer step, of all processes and micro-batches together, and the loss of a s
 all of them divided by their true number of targets; neither changes with the number of processes.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -73,13 +72,11 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
         rows=selection_digest(round_dir, settings.selection),
         round_number=round_number,
     )
-    if (folder / "settings.json").exists():
-        refuse_other_identity(
-            json.loads((folder / "settings.json").read_text()),
-            identity,
-            folder / "settings.json",
-            f"Nothing was touched. Use the recorded settings, or remove {folder} to train anew.",
-        )
+    refuse_other_identity(
+        folder,
+        identity,
+        f"Nothing was touched. Use the recorded settings, or remove {folder} to train anew.",
+    )
     if (folder / "manifest.json").exists():
         say(f"{folder}: complete already, nothing to do", speaks)
         return read_manifest(folder, f"rft-batch finetune {round_dir}")
@@ -96,7 +93,13 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
         f"mixed precision {accelerator.mixed_precision}",
         speaks,
     )
-    state = run.train()
+    try:
+        state = run.train()
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"out of memory with --micro-batch-size {run.micro_batch_size}. Pass a smaller one: "
+            "the result stays the same, and the run goes on after its last checkpoint."
+        ) from error
     if speaks:
         raw = state.model.state_dict()
         policy.save(round_dir / "policy-raw", raw)
@@ -226,7 +229,8 @@ class _Run:
                 if accelerator.is_main_process:
                     append_metrics(self.metrics_path, {"attempt": self.attempt, **figures})
                 self._checkpoint(state)
-                progress.advance(1, loss=figures["loss"])
+                progress.show(loss=figures["loss"])
+                progress.advance(1)
         return state
 
     def _step(self, state: TrainingState, model: nn.Module, stepper: Any) -> dict[str, Any]:

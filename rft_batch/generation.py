@@ -41,6 +41,7 @@ from rft_batch.schema import SAMPLES
 from rft_batch.settings import GenerateSettings, fingerprint, refuse_other_identity
 from rft_batch.shards import (
     read_columns,
+    read_manifest,
     shard_entries,
     shard_info,
     shard_name,
@@ -51,7 +52,7 @@ from rft_batch.versions import versions
 
 # Measured on two cores: 16 to 64 samples are fastest, more fall out of the caches. On a GPU more
 # is faster until memory ends, and then the number is halved.
-_FIRST_BATCH = {"cpu": 64}
+_FIRST_BATCH = {"cpu": 32}
 _FIRST_GPU_BATCH = 2048
 
 
@@ -104,11 +105,15 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         round_number=settings.key_round,
         dtype=str(dtype).removeprefix("torch."),
     )
-    _refuse_other_run(folder, identity)
+    refuse_other_identity(
+        folder,
+        identity,
+        "Nothing was touched. Use the recorded settings, another ROUND or another --into; "
+        "or remove the folder if its samples are not needed.",
+    )
     if (folder / "manifest.json").exists():
         say(f"{folder}: complete already, nothing to do", process.is_main)
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-        return manifest
+        return read_manifest(folder, "rft-batch generate")
 
     policy = load_policy(settings.policy, settings.trust_policy_code)
     _check_prompts(prompts, policy)
@@ -148,18 +153,6 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
     return manifest
 
 
-def _refuse_other_run(folder: Path, identity: dict[str, Any]) -> None:
-    path = folder / "settings.json"
-    if path.exists():
-        refuse_other_identity(
-            json.loads(path.read_text()),
-            identity,
-            path,
-            "Nothing was touched. Use the recorded settings, another ROUND or another --into; "
-            "or remove the folder if its samples are not needed.",
-        )
-
-
 def _check_prompts(prompts: Sequence[Prompt], policy: Policy) -> None:
     problems = []
     for prompt in prompts:
@@ -191,7 +184,8 @@ def _make_shards(stage: _Stage, process: Process) -> None:
     if done:
         say(f"{done} samples are there already", process.is_main)
     batch_size = settings.batch_size or _FIRST_BATCH.get(process.device, _FIRST_GPU_BATCH)
-    unscored = 0
+    unscored = scored = 0
+    score_sum = 0.0
     with (
         Progress(sum(samples_of.values()), "samples", done, process.is_main) as progress,
         ThreadPoolExecutor(1) as scorer,
@@ -203,7 +197,10 @@ def _make_shards(stage: _Stage, process: Process) -> None:
             before = finished
             finished = scorer.submit(_score_and_write, stage, number, completions, loss)
             if before is not None:
-                unscored += _count_unscored(before.result())
+                scores = [s.score for s in before.result() if s.score is not None]
+                unscored += len(before.result()) - len(scores)
+                scored, score_sum = scored + len(scores), score_sum + sum(scores)
+                progress.show(score=score_sum / max(1, scored))
                 _refuse_too_many_errors(stage, unscored)
         if finished is not None:
             finished.result()
@@ -312,10 +309,6 @@ def _score_and_write(
     table = pa.table(columns, schema=SAMPLES)
     write_samples(stage.folder / shard_name(number), table, metadata)
     return scores
-
-
-def _count_unscored(scores: Sequence[Score]) -> int:
-    return sum(score.score is None for score in scores)
 
 
 def _refuse_too_many_errors(stage: _Stage, unscored: int) -> None:

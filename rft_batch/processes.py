@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
 
+from rft_batch.errors import InputError
+
 T = TypeVar("T")
 
 
@@ -33,14 +35,23 @@ def this_process(device: str) -> Process:
     """This process as Accelerate sees it: alone, or one of those of `torchrun`.
 
     Args:
-        device: `auto`, or a torch device such as `cpu` or `cuda`.
+        device: `auto`, or a kind of device such as `cpu` or `cuda`; a launcher gives each process
+            its own.
+
+    Raises:
+        InputError: there is no such device.
     """
     import torch
     from accelerate import PartialState
 
-    cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device not in ("auto", "cpu") and (here is None or device != here.type):
+        found = f"cpu, {here.type}" if here else "cpu"
+        raise InputError(f"--device {device}: not on this machine (found: {found}).")
+    cpu = device == "cpu" or here is None
     state = PartialState(cpu=cpu)
-    chosen = str(state.device) if device in ("auto", "cpu", state.device.type) else device
+    # Under a launcher Accelerate numbers the one CPU: "cpu:0".
+    chosen = "cpu" if cpu else str(state.device)
     return Process(state.process_index, state.num_processes, chosen)
 
 

@@ -46,16 +46,20 @@ class Progress:
             dynamic_ncols=True,
         )
         self._done, self._total = done, total
+        self._figures: dict[str, str] = {}
 
-    def advance(self, amount: int, **figures: float) -> None:
-        """Adds work done, and shows figures beside it."""
+    def show(self, **figures: float) -> None:
+        """Changes the figures that stand beside the count."""
+        self._figures = {name: f"{value:.3f}" for name, value in figures.items()}
+        self._bar.set_postfix(self._figures, refresh=False)
+
+    def advance(self, amount: int) -> None:
+        """Adds work done."""
         self._done += amount
         self._bar.update(amount)
-        if figures:
-            self._bar.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
         if self._plain and time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            shown = "".join(f", {name} {value:.3f}" for name, value in figures.items())
+            shown = "".join(f", {name} {value}" for name, value in self._figures.items())
             print(f"{self._done} of {self._total} {self._unit}{shown}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Progress":

@@ -49,17 +49,15 @@ def select(settings: SelectSettings) -> dict[str, Any]:
     samples, folder = settings.round_dir / "samples", settings.round_dir / settings.into
     made_by = read_manifest(samples, f"rft-batch generate {settings.round_dir}")
     identity = settings.identity(samples=fingerprint({"shards": made_by["shards"]}))
+    refuse_other_identity(
+        folder,
+        identity,
+        "Nothing was touched. Pass --into with another name, or remove the folder: "
+        "it is made again in a second.",
+    )
     if (folder / "manifest.json").exists():
-        done = read_manifest(folder, f"rft-batch select {settings.round_dir}")
-        refuse_other_identity(
-            done["identity"],
-            identity,
-            folder / "manifest.json",
-            "Nothing was touched. Pass --into with another name, or remove the folder: "
-            "it is made again in a second.",
-        )
         say(f"{folder}: complete already, nothing to do")
-        return done
+        return read_manifest(folder, f"rft-batch select {settings.round_dir}")
 
     reasons: Counter[str] = Counter()
     kept_of_prompts: list[NDArray[np.int64]] = []

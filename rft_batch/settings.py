@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rft_batch.errors import InputError, joined_problems
-from rft_batch.files import text_digest
+from rft_batch.files import read_json, text_digest
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
@@ -97,20 +97,26 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     return text_digest(json.dumps(identity, sort_keys=True))
 
 
-def refuse_other_identity(
-    recorded: Mapping[str, Any], now: Mapping[str, Any], where: Path, way_out: str
-) -> None:
-    """Refuses to continue what other settings began.
+def refuse_other_identity(folder: Path, now: Mapping[str, Any], way_out: str) -> None:
+    """Refuses to continue in a folder what other settings began.
 
     Args:
-        recorded: the identity on disk.
+        folder: of a stage; its `manifest.json` or else its `settings.json` holds the identity that
+            it was made with, and where neither is there nothing is refused.
         now: the identity of this call.
-        where: the file that holds `recorded`.
         way_out: what the user can do, for the error's text.
 
     Raises:
         InputError: they differ; every differing key is named with both values.
+        DataError: the file is damaged.
     """
+    where = folder / "manifest.json"
+    if where.exists():
+        recorded = read_json(where)["identity"]
+    elif (where := folder / "settings.json").exists():
+        recorded = read_json(where)
+    else:
+        return
     absent = "absent"
     differing = [
         f"  {key}: recorded {recorded.get(key, absent)!r}, now {now.get(key, absent)!r}"

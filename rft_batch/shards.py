@@ -6,7 +6,6 @@ of the row groups, and a reader that filters on `rank` skips the rest by their s
 Correctness never depends on that order: what is trained on is said by the flags.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rft_batch.errors import DataError
-from rft_batch.files import file_digest, publish
+from rft_batch.files import file_digest, publish, read_json
 from rft_batch.schema import FLAGS, SAMPLES, SCHEMA_VERSION
 
 _PREFIX = "rft_batch."
@@ -198,14 +197,9 @@ def read_manifest(folder: Path, make_it: str) -> dict[str, Any]:
         DataError: there is none, or it is not one.
     """
     path = folder / "manifest.json"
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path}: not found, so this stage is not complete. Run {make_it}."
-        ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not JSON: {error}.") from error
+    if not path.is_file():
+        raise DataError(f"{path}: not found, so this stage is not complete. Run {make_it}.")
+    manifest: dict[str, Any] = read_json(path)
     return manifest
 
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import subprocess
 import sys
@@ -145,6 +146,7 @@ def bad_inputs() -> dict[str, tuple[list[object], str]]:
         "no such module": (["--reward", "nowhere:f"], '--reward: "nowhere:f" cannot be imported'),
         "two weights": (["--reward-weight", 1, "--reward-weight", 2], "--reward-weight: 2 given"),
         "bad name": (["--into", "../out"], "--into '../out': a name has up to 100 of"),
+        "no such device": (["--device", "tpu"], "--device tpu: not on this machine (found: cpu"),
         "no such config": (["--config", "no.toml"], "--config no.toml: there is no such file."),
     }  # fmt: skip
 
@@ -300,4 +302,19 @@ def test_the_folder_of_a_policy_is_not_changed_by_sampling_it(
     run(*arguments)
     assert sorted(p.name for p in other.iterdir()) == sorted(
         p.name for p in Path(str(arguments[3])).iterdir()
+    )
+
+
+def test_a_full_disk_or_a_closed_folder_is_one_line(
+    run: Run, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/full/shard")
+
+    monkeypatch.setattr("rft_batch.generation.write_samples", full)
+    code, _, err = run(*arguments)
+    assert code == 3
+    assert err.splitlines()[-1] == (
+        "Error: [Errno 28] No space left on device: '/full/shard'. "
+        "What is published is whole; run it again."
     )

@@ -42,7 +42,9 @@ def test_the_reward_knows_real_digits() -> None:
     assert len(right) == 400
     assert np.mean(right) > 0.85
     assert np.mean(wrong) < 0.02
-    singles = [reward(prompts=[label], completion_ids=[x])[0] for label, x in zip(labels, ids, strict=True)]
+    singles = [
+        reward(prompts=[label], completion_ids=[x])[0] for label, x in zip(labels, ids, strict=True)
+    ]
     assert singles == pytest.approx(right, abs=1e-12)
 
 

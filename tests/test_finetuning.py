@@ -256,6 +256,21 @@ def test_a_loss_that_is_not_finite_stops(
     assert not (training.round_dir / "policy").exists()
 
 
+def test_too_little_memory_says_what_to_do(
+    training: FinetuneSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: MaskGITPolicy, model: nn.Module, tensors: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(MaskGITPolicy, "loss", full)
+    with pytest.raises(InputError) as error:
+        finetune(training)
+    assert str(error.value) == (
+        "out of memory with --micro-batch-size 5. Pass a smaller one: the result stays the same, "
+        "and the run goes on after its last checkpoint."
+    )
+
+
 def test_an_incomplete_selection_is_refused(sampled: Path, policy: Path) -> None:
     with pytest.raises(DataError, match="Run rft-batch select"):
         finetune(FinetuneSettings(round_dir=sampled, policy=policy))

@@ -209,6 +209,27 @@ def test_a_stage_of_other_settings_is_refused_and_untouched(
     assert {path: file_digest(path) for path in folder.iterdir()} == before
 
 
+def test_a_complete_stage_remembers_its_settings_by_its_manifest(
+    settings: GenerateSettings,
+) -> None:
+    generate(settings)
+    folder = settings.round_dir / "samples"
+    (folder / "settings.json").unlink()
+    with pytest.raises(InputError, match=r"manifest\.json: made with other settings:\n  seed:"):
+        generate(replace(settings, seed=1))
+
+
+@pytest.mark.parametrize("name", ["settings.json", "manifest.json"])
+def test_a_damaged_record_is_named(settings: GenerateSettings, name: str) -> None:
+    generate(settings)
+    path = settings.round_dir / "samples" / name
+    if name == "settings.json":
+        (settings.round_dir / "samples" / "manifest.json").unlink()
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=f"^{path}: damaged, not JSON: "):
+        generate(settings)
+
+
 def test_another_policy_or_reward_under_the_same_name_is_refused(
     settings: GenerateSettings, tmp_path: Path
 ) -> None:

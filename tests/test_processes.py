@@ -58,7 +58,7 @@ def test_two_processes_make_the_samples_of_one(
     two = launch(2, "generate", tmp_path / "two" / "round-1", *command)
     assert one.returncode == two.returncode == 0, one.stderr + two.stderr
 
-    assert "2 process(es)" in two.stderr
+    assert "2 process(es), cpu, float32" in two.stderr
     assert rows(tmp_path / "one/round-1/samples") == rows(tmp_path / "two/round-1/samples")
     assert contents(tmp_path / "one/round-1/samples") == contents(tmp_path / "two/round-1/samples")
     assert (tmp_path / "two/round-1/samples/manifest.json").exists()

@@ -292,17 +292,22 @@ def _conditionals(
     ids, classes = torch.from_numpy(x).to(device), torch.from_numpy(labels).to(device)
     where = torch.from_numpy(drawn).to(device)
     if guidance_scale == 1:
-        logits = token_logits(model, spec, ids, classes)[where].double()
+        logits = _double(token_logits(model, spec, ids, classes)[where])
     else:
         assert spec.condition is not None
         assert spec.condition.null_class is not None
         null = torch.full_like(classes, spec.condition.null_class)
         both = token_logits(model, spec, ids.repeat(2, 1), torch.cat([null, classes]))
-        u, c = both[where.repeat(2, 1)].double().chunk(2)
+        u, c = _double(both[where.repeat(2, 1)]).chunk(2)
         logits = guide(c, u, guidance_scale)
     if spec.banned_ids:
         logits[:, list(spec.banned_ids)] = -torch.inf
     return logits
+
+
+def _double(logits: Tensor) -> Tensor:
+    # Apple's GPUs have no float64, so there the few positions that are drawn go to the CPU.
+    return logits.to("cpu" if logits.device.type == "mps" else logits.device, torch.float64)
 
 
 def _draw(
