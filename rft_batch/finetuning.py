@@ -203,6 +203,7 @@ class _Run:
         self.metrics_path = folder / "metrics.jsonl"
         earlier = read_metrics(self.metrics_path) if self.metrics_path.exists() else []
         self.attempt = 1 + max((record["attempt"] for record in earlier), default=0)
+        self._epoch_order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
         processes = accelerator.num_processes
         self.micro_batch_size = settings.micro_batch_size or -(-settings.batch_size // processes)
 
@@ -237,10 +238,9 @@ class _Run:
         """One optimizer step; returns what `metrics.jsonl` records of it."""
         accelerator, settings = self.accelerator, self.settings
         epoch, place = divmod(state.step, self.steps_per_epoch)
-        order = SampleNoise(settings.seed, "order").permutation(
-            Stream.SHUFFLE, epoch, len(self.rows)
-        )
-        numbers = order[place * settings.batch_size : (place + 1) * settings.batch_size]
+        numbers = self._order(epoch)[
+            place * settings.batch_size : (place + 1) * settings.batch_size
+        ]
         batches = self._micro_batches(numbers, epoch)
         own_targets = sum(batch.num_targets * weight for batch, weight in batches)
         num_targets = int(self._total(torch.tensor(own_targets)))
@@ -282,6 +282,14 @@ class _Run:
             "targets": num_targets,
             "skipped": bool(skipped),
         }
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """The order of the rows in an epoch: a function of (seed, epoch) alone."""
+        if self._epoch_order[0] != epoch:
+            noise = SampleNoise(self.settings.seed, "order")
+            order = noise.permutation(Stream.SHUFFLE, epoch, len(self.rows))
+            self._epoch_order = (epoch, order)
+        return self._epoch_order[1]
 
     def _micro_batches(
         self, numbers: NDArray[np.int64], epoch: int

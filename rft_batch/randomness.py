@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 _WORDS_PER_BLOCK = 4
 _COUNTER_SIZE = 1 << 256
-# Seeking costs as much as drawing about this many words, so nearer positions are drawn in one go.
-_GAP_WORDS = 1024
+# Positions this near each other are drawn in one go with those between them: a call costs as much
+# as drawing about a thousand words.
+_SPAN_WORDS = 2048
 
 
 class Stream(IntEnum):
@@ -94,14 +95,14 @@ class SampleNoise:
         stride = -(-vocab // _WORDS_PER_BLOCK) * _WORDS_PER_BLOCK
         places = np.asarray(positions, dtype=np.int64)
         out = np.empty((len(places), vocab), dtype=np.uint64)
-        breaks = np.flatnonzero(np.diff(places) * stride > _GAP_WORDS + stride) + 1
-        for group in np.split(np.arange(len(places)), breaks):
-            if not len(group):
-                continue
-            first, last = int(places[group[0]]), int(places[group[-1]])
-            count = (last - first + 1) * stride
-            drawn = self.words(Stream.TOKENS, step, count, first * stride)
-            out[group] = drawn.reshape(-1, stride)[places[group] - first, :vocab]
+        start = 0
+        while start < len(places):
+            first = int(places[start])
+            end = int(np.searchsorted(places, first + max(1, _SPAN_WORDS // stride)))
+            near = places[start:end] - first
+            drawn = self.words(Stream.TOKENS, step, (int(near[-1]) + 1) * stride, first * stride)
+            out[start:end] = drawn.reshape(-1, stride)[near, :vocab]
+            start = end
         return out
 
     def permutation(self, stream: Stream, step: int, count: int) -> NDArray[np.int64]:
