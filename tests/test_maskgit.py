@@ -13,8 +13,8 @@ from conftest import TINY, save_tiny_policy
 from torch import Tensor, nn
 
 from rft_batch.errors import DataError, InputError
-from rft_batch.policies import load_policy
-from rft_batch.policies.maskgit import MaskGITPolicy, sample
+from rft_batch.policies import load_policy, unmasking
+from rft_batch.policies.maskgit import MaskGITPolicy
 from rft_batch.policies.protocol import Completions
 from rft_batch.policies.token_model import Recipe, TokenModelSpec
 from rft_batch.randomness import SampleNoise
@@ -57,16 +57,14 @@ class AllEqual(nn.Module):
 def unmask(
     model: nn.Module,
     spec: TokenModelSpec = ALL_EQUAL,
-    known: list[list[int | None]] | None = None,
+    known: list[list[int]] | None = None,
     rows: int = 4,
-    name: str = "row",
     **changes: Any,
 ) -> Completions:
-    policy = object.__new__(MaskGITPolicy)
-    policy.spec, policy.model = spec, model
-    contents = [{"known_ids": ids} for ids in known] if known else [{}] * rows
-    noises = [SampleNoise(name, row) for row in range(len(contents))]
-    return sample(model, spec, policy.encode_prompt, contents, noises, **(OPTIONS | changes))
+    x = np.array(known or [[spec.mask_id] * spec.seq_len] * rows)
+    noises = [SampleNoise("row", row) for row in range(len(x))]
+    options = OPTIONS | changes
+    return unmasking.unmask(model, spec, x, np.zeros(len(x), dtype=np.int64), noises, **options)
 
 
 def sampler(folder: Path, **changes: Any) -> Callable[..., Completions]:
@@ -100,19 +98,14 @@ def test_drawing_everything_at_once_is_not_valid() -> None:
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_committed_and_known_positions_never_change(order: str, steps: int, schedule: str) -> None:
     model = AllEqual()
-    known: list[list[int | None]] = [
-        [None] * 8,
-        [3, None, None, 3, None, None, None, 3],
-        [5] * 7 + [None],
-        [2] * 8,
-    ]
+    known = [[16] * 8, [3, 16, 16, 3, 16, 16, 16, 3], [5] * 7 + [16], [2] * 8]
 
     completions = unmask(model, known=known, order=order, steps=steps, schedule=schedule)
 
     final = as_lists(completions)
     assert not any(16 in ids for ids in final)
     for row, given in enumerate(known):
-        assert all(a == b for a, b in zip(given, final[row], strict=True) if a is not None)
+        assert all(a == b for a, b in zip(given, final[row], strict=True) if a != 16)
     masked = [int((x == 16).sum()) for x in model.seen]
     assert all(after < before for before, after in pairwise(masked))
     # A row that is done leaves the batch; of the others, what is visible stays as it ends.
