@@ -1,6 +1,6 @@
 """The report's pictures. matplotlib is an optional dependency and is imported only here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,15 @@ def draw_rewards(
     figure.savefig(path, format="png", dpi=150, bbox_inches="tight")
 
 
-def draw_samples(path: Path, images: Mapping[str, NDArray[np.float64]]) -> None:
-    """A strip of pictures for every round as a PNG.
+def draw_samples(
+    path: Path, images: Mapping[str, NDArray[np.float64]], prompts: Sequence[str]
+) -> None:
+    """A strip of pictures for every round as a PNG, the prompts above it.
 
     Args:
         path: the file to write.
         images: by title: `[count, height, width]`, 0 white to 1 black.
+        prompts: what each picture was asked to be; long ones are cut.
     """
     strips = {title: _strip(pictures) for title, pictures in images.items()}
     height, width = next(iter(strips.values())).shape
@@ -51,6 +54,11 @@ def draw_samples(path: Path, images: Mapping[str, NDArray[np.float64]]) -> None:
         axes.imshow(strip, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
         axes.set_ylabel(title, rotation=0, ha="right", va="center")
         axes.set_xticks([])
+        if place == 1:
+            centres = (np.arange(len(prompts)) + 0.5) * width / len(prompts) - 0.5
+            axes.set_xticks(centres, [prompt[:8] for prompt in prompts])
+            axes.xaxis.tick_top()
+            axes.tick_params(length=0)
         axes.set_yticks([])
         axes.spines[:].set_visible(False)
     figure.savefig(path, format="png", dpi=100, bbox_inches="tight")

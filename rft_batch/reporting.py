@@ -91,10 +91,10 @@ def report(settings: ReportSettings) -> str:
     if has_matplotlib():
         pictures.append(folder / "reward.png")
         publish(pictures[0], lambda temporary: draw_rewards(temporary, _curves(runs)))
-        images = _images(settings.run_dir, [figures.round for figures in rounds])
+        titles, images = _images(settings.run_dir, [figures.round for figures in rounds])
         if images:
             pictures.append(folder / "samples.png")
-            publish(pictures[1], lambda temporary: draw_samples(temporary, images))
+            publish(pictures[1], lambda temporary: draw_samples(temporary, images, titles))
     else:
         say('No pictures: matplotlib is not installed. pip install "rft-batch[report]"')
     publish_text(folder / "index.html", _page(settings.run_dir.name, runs, pictures))
@@ -201,28 +201,33 @@ def _curves(
     }
 
 
-def _images(run_dir: Path, numbers: Sequence[int], shown: int = 20) -> dict[str, Any]:
-    """Sample 0 of the first prompts of every round as `[shown, height, width]`, by row title.
+def _images(
+    run_dir: Path, numbers: Sequence[int], shown: int = 20
+) -> tuple[list[str], dict[str, Any]]:
+    """The first prompts, and of every round sample 0 of each as `[shown, height, width]`.
 
     Empty where the policy's completions are not pictures.
     """
+    prompts: list[str] = []
     images = {}
     for number in numbers:
         folder = run_dir / f"round-{number}" / "eval"
         manifest = read_manifest(folder, "")
         display = manifest["policy"].get("display")
         if not display:
-            return {}
-        wanted: list[list[int]] = []
+            return [], {}
+        wanted: list[dict[str, Any]] = []
         for path in manifest_shards(folder, manifest):
-            table = read_columns(path, ["prompt_id", "sample_index", "completion_ids"])
+            table = read_columns(path, ["prompt_id", "sample_index", "prompt", "completion_ids"])
             rows = [row for row in table.to_pylist() if row["sample_index"] == 0]
-            wanted += [row["completion_ids"] for row in sorted(rows, key=_prompt_id)]
+            wanted += sorted(rows, key=_prompt_id)
             if len(wanted) >= shown:
                 break
-        grid = np.array(wanted[:shown]).reshape(-1, display["height"], display["width"])
+        prompts = [row["prompt"] for row in wanted[:shown]]
+        grid = np.array([row["completion_ids"] for row in wanted[:shown]])
+        grid = grid.reshape(-1, display["height"], display["width"])
         images["base" if number == 0 else f"round {number}"] = grid / (display["levels"] - 1)
-    return images
+    return prompts, images
 
 
 def _prompt_id(row: dict[str, Any]) -> str:

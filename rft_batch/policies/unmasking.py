@@ -2,8 +2,8 @@
 
 Two departures from MaskGIT (arXiv 2202.04200). Positions are committed in uniformly random order by
 default, because the paper's confidence order is not sampling from the policy, and a policy that is
-fine-tuned on such samples drifts away from its data. And every draw is keyed by the sample, not by
-the batch.
+fine-tuned on such samples loses its diversity and the likelihood of its data, while its reward
+rises (measured in the README). And every draw is keyed by the sample, not by the batch.
 
 Letters: `batch` samples, `seq_len` positions, `vocab` ids of the codebook, `count` positions of the
 whole batch that are drawn in a step.
