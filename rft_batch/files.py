@@ -26,7 +26,7 @@ def publish(path: Path, write: Callable[[Path], None], writer: str = "") -> None
         write: writes one whole file under the name that it is given, in the same folder.
         writer: tells apart several processes that may publish the same file at once.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     temporary = path.with_name(f"{path.name}{writer}.tmp")
     write(temporary)
     _finish(temporary)
@@ -40,7 +40,7 @@ def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
     An older folder of that name is removed first: rename cannot replace a folder that holds
     files. So between the two there may be none, but never half of one.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -99,6 +99,14 @@ def text_digest(text: str) -> str:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
+
+
+def _make_folder(path: Path) -> None:
+    # A folder's own name is durable only when the folder above it was synced.
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        _fsync(path.parent)
 
 
 def _finish(path: Path) -> None:

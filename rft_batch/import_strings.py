@@ -71,5 +71,7 @@ def _import_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    # Last on the path: the file may import its neighbours, and shadows nothing.
+    sys.path.append(str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module

@@ -311,7 +311,7 @@ def test_a_full_disk_or_a_closed_folder_is_one_line(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/full/shard")
 
-    monkeypatch.setattr("rft_batch.generation.write_samples", full)
+    monkeypatch.setattr("rft_batch.sampling.write_samples", full)
     code, _, err = run(*arguments)
     assert code == 3
     assert err.splitlines()[-1] == (

@@ -269,7 +269,7 @@ def test_too_many_unscored_rows_fail_the_stage_and_are_kept(
         generate(failing)
 
     assert str(error.value).splitlines() == [
-        f"{settings.round_dir / 'samples'}: 8 of 28 samples could not be scored, "
+        f"{settings.round_dir / 'samples'}: 16 of 28 samples could not be scored, "
         "--max-error-rate 0.25 allows 7.",
         "  p0 sample 0: ValueError: no",
         "  p0 sample 1: ValueError: no",
@@ -291,6 +291,19 @@ def test_a_wrong_number_of_scores_publishes_nothing(
     with pytest.raises(DataError, match="returned 1 scores for 8 completions"):
         generate(failing)
     assert contents(settings.round_dir / "samples") == {}
+
+
+def test_a_reward_may_limit_its_time_by_a_signal(
+    settings: GenerateSettings, reward_file: Callable[[str], str]
+) -> None:
+    # Verifiers of mathematics do; off the main thread it raises, and all their scores are lost.
+    reference = reward_file(
+        "import signal\n"
+        "signal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "signal.alarm(0)\n"
+        "return [1.0] * len(prompts)"
+    )
+    assert generate(replace(settings, reward=(reference,)))["counts"]["unscored"] == 0
 
 
 def test_all_prompts_that_do_not_suit_are_named(settings: GenerateSettings) -> None:

@@ -44,6 +44,13 @@ def test_what_cannot_be_imported_is_named(module: Path, reference: str, message:
     assert str(error.value) == message.format(folder=folder)
 
 
+def test_a_file_may_import_its_neighbours(module: Path) -> None:
+    (module.parent / "beside.py").write_text(
+        "from mine import number\n\ndef f():\n    return number\n"
+    )
+    assert import_callable(f"{module.parent / 'beside.py'}:f", "--reward")() == 3
+
+
 def test_the_digest_follows_the_source(module: Path) -> None:
     before = source_digest(import_callable(f"{module}:score", "--reward"))
     module.write_text("def score():\n    return 2\n")

@@ -29,8 +29,8 @@ def counted(function, times, marker=Path({marker!r})):
 
 KILLS = {
     "generate": {
-        "while a shard is scored": ("rft_batch.generation", "score_completions", 2),
-        "before a shard is written": ("rft_batch.generation", "write_samples", 3),
+        "while a shard is scored": ("rft_batch.sampling", "score_completions", 2),
+        "before a shard is written": ("rft_batch.sampling", "write_samples", 3),
         "while a shard is renamed": ("os", "replace", 3),
         "while a file is synced": ("os", "fsync", 6),
         "before the manifest": ("rft_batch.generation", "shard_entries", 1),
@@ -75,7 +75,13 @@ def whole(inputs: Path) -> Path:
     return inputs / "whole" / "round-1"
 
 
-def run(inputs: Path, stage: str, round_dir: Path, prelude: str = "") -> int:
+def run(
+    inputs: Path,
+    stage: str,
+    round_dir: Path,
+    prelude: str = "",
+    allowed: tuple[int, ...] = (0, -signal.SIGKILL),
+) -> int:
     added: dict[str, list[object]] = {
         "generate": [
             "--policy", inputs / "policy", "--prompts", inputs / "prompts.jsonl",
@@ -96,7 +102,8 @@ def run(inputs: Path, stage: str, round_dir: Path, prelude: str = "") -> int:
         text=True,
         check=False,
     )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    assert done.returncode in allowed, done.stderr
+    assert "Traceback" not in done.stderr
     return done.returncode
 
 
@@ -130,3 +137,21 @@ def test_a_killed_stage_ends_like_one_that_was_not(
 
     assert results(killed, stage) == results(whole, stage)
     assert not list(killed.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_by_a_signal_says_so_and_can_go_on(
+    tmp_path: Path, inputs: Path, whole: Path, number: signal.Signals, code: int
+) -> None:
+    stopped = tmp_path / "round-1"
+    marker = tmp_path / "stopped.marker"
+    prelude = COUNTED_KILL.format(marker=str(marker)).replace("signal.SIGKILL", str(int(number)))
+    prelude += (
+        "import rft_batch.sampling as s\ns.score_completions = counted(s.score_completions, 2)\n"
+    )
+
+    assert run(inputs, "generate", stopped, prelude, allowed=(code,)) == code
+    assert 1 <= len(list((stopped / "samples").glob("shard-*.parquet"))) < 4
+    assert run(inputs, "generate", stopped) == 0
+
+    assert results(stopped, "generate") == results(whole, "generate")

@@ -1,0 +1,237 @@
+"""Sample shards, made: completions from the policy, scores from the rewards, one Parquet file.
+
+The unit of work is a shard: all K samples of some prompts. Rows, seeds and scores are joined by
+(prompt_id, sample_index), never by a place in a batch.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+from rft_batch.policies import Completions, Policy, Sampler, TrainingBatch
+from rft_batch.progress import Progress, say
+from rft_batch.prompts import Prompt
+from rft_batch.randomness import SampleNoise
+from rft_batch.ranking import UNRANKED, rank_samples
+from rft_batch.rewards import Reward, Score, score_completions
+from rft_batch.schema import SAMPLES
+from rft_batch.shards import shard_info, shard_name, write_samples
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """Everything that the shards of a stage are made from."""
+
+    folder: Path
+    prompts: Sequence[Prompt]
+    samples_per_prompt: int
+    prompts_per_shard: int
+    seed: int
+    round_number: int
+    policy: Policy
+    sampler: Sampler
+    rewards: Sequence[Reward]
+    metadata: dict[str, str]
+    """For every shard."""
+    batch_size: int
+    """Samples per forward pass at first; halved when memory ends."""
+    max_unscored: float
+    """Rows without a score from which on nothing more is begun."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of the whole stage."""
+        return len(self.prompts) * self.samples_per_prompt
+
+    @property
+    def num_shards(self) -> int:
+        """Of the whole stage."""
+        return -(-len(self.prompts) // self.prompts_per_shard)
+
+    def samples(self, number: int) -> Iterator[tuple[Prompt, int]]:
+        """Prompt and sample index of every sample of a shard, by prompt."""
+        first = number * self.prompts_per_shard
+        for prompt in self.prompts[first : first + self.prompts_per_shard]:
+            for sample_index in range(self.samples_per_prompt):
+                yield prompt, sample_index
+
+
+@dataclass(frozen=True)
+class CompletedShard:
+    """A shard's completions before they are scored."""
+
+    number: int
+    completions: Completions
+    loss_sum: float
+    """Of the policy's own loss on them, in nats."""
+    loss_count: int
+    """Tokens that it sums over."""
+
+
+def make_shards(job: SampleJob, numbers: Sequence[int], progress: Progress) -> int:
+    """Generates, scores and publishes shards.
+
+    One is scored here while a thread generates the next. Rewards stay in the calling thread,
+    because many limit their time by a signal, which works in the main thread alone.
+
+    Args:
+        job: what they are made from.
+        numbers: which shards to make.
+        progress: counts samples.
+
+    Returns:
+        How many rows got no score. Above `job.max_unscored` not all shards were made.
+
+    Raises:
+        DataError: a reward returned a wrong number of scores; its shard is not published.
+    """
+    todo = iter(numbers)
+    stopping = Event()
+    unscored = scored = 0
+    score_sum = 0.0
+    complete = _completer(job, progress, stopping)
+    with ThreadPoolExecutor(1) as generator:
+
+        def submit_next() -> Future[CompletedShard] | None:
+            number = next(todo, None)
+            return None if number is None else generator.submit(complete, number)
+
+        try:
+            pending = submit_next()
+            while pending is not None:
+                shard = pending.result()
+                # What is in work when there are too many errors is still published.
+                pending = submit_next() if unscored <= job.max_unscored else None
+                scores = _score_and_write(job, shard)
+                good = [s.score for s in scores if s.score is not None]
+                unscored += len(scores) - len(good)
+                scored, score_sum = scored + len(good), score_sum + sum(good)
+                progress.show(score=score_sum / max(1, scored))
+        finally:
+            stopping.set()
+    return unscored
+
+
+@torch.inference_mode()
+def batch_loss(policy: Policy, batch: TrainingBatch) -> tuple[float, int]:
+    """Sum of the family's own loss over a batch in nats, and the tokens it sums over."""
+    device = next(policy.model.parameters()).device
+    tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
+    return float(policy.loss(policy.model, tensors)), batch.num_targets
+
+
+def stored_loss(path: Path) -> tuple[float, int]:
+    """What a shard's metadata says of the policy's loss on its samples: sum and tokens."""
+    stored = json.loads(shard_info(path).metadata["own_loss"])
+    return stored["sum"], stored["count"]
+
+
+def _completer(
+    job: SampleJob, progress: Progress, stopping: Event
+) -> Callable[[int], CompletedShard]:
+    """The function that generates a shard by number; it remembers the batch size that fits."""
+    batch_size = job.batch_size
+
+    def complete(number: int) -> CompletedShard:
+        nonlocal batch_size
+        samples = list(job.samples(number))
+        parts: list[Completions] = []
+        losses: list[tuple[float, int]] = []
+        start = 0
+        while start < len(samples) and not stopping.is_set():
+            batch = samples[start : start + batch_size]
+            try:
+                part, loss = _complete_batch(job, batch)
+            except Exception as error:
+                if batch_size == 1 or not should_reduce_batch_size(error):
+                    raise
+                batch_size = max(1, batch_size // 2)
+                clear_device_cache(garbage_collection=True)
+                say(f"out of memory: --batch-size {batch_size} from here on")
+                continue
+            parts.append(part)
+            losses.append(loss)
+            start += len(batch)
+            progress.advance(len(batch))
+        completions = Completions(
+            ids=[ids for part in parts for ids in part.ids],
+            finish_reasons=[reason for part in parts for reason in part.finish_reasons],
+            logprobs=[value for part in parts for value in part.logprobs],
+        )
+        loss_sum, loss_count = sum(s for s, _ in losses), sum(n for _, n in losses)
+        return CompletedShard(number, completions, loss_sum, loss_count)
+
+    return complete
+
+
+def _complete_batch(
+    job: SampleJob, batch: Sequence[tuple[Prompt, int]]
+) -> tuple[Completions, tuple[float, int]]:
+    noises = [
+        SampleNoise.for_sample(job.seed, job.round_number, prompt.prompt_id, index)
+        for prompt, index in batch
+    ]
+    completions = job.sampler([prompt.content for prompt, _ in batch], noises)
+    rows = [
+        {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "completion_ids": ids}
+        for (prompt, _), ids in zip(batch, completions.ids, strict=True)
+    ]
+    return completions, batch_loss(job.policy, job.policy.collate(rows, noises, epoch=0))
+
+
+def _score_and_write(job: SampleJob, shard: CompletedShard) -> list[Score]:
+    samples = list(job.samples(shard.number))
+    names = sorted({name for prompt, _ in samples for name in prompt.columns})
+    scores = score_completions(
+        job.rewards,
+        [prompt.content for prompt, _ in samples],
+        [None] * len(samples),
+        shard.completions.ids,
+        {name: [prompt.columns.get(name) for prompt, _ in samples] for name in names},
+    )
+    metadata = {
+        **job.metadata,
+        "shard": str(shard.number),
+        "own_loss": json.dumps({"sum": shard.loss_sum, "count": shard.loss_count}),
+    }
+    table = pa.table(_columns(job, samples, shard.completions, scores), schema=SAMPLES)
+    write_samples(job.folder / shard_name(shard.number), table, metadata)
+    return scores
+
+
+def _columns(
+    job: SampleJob,
+    samples: Sequence[tuple[Prompt, int]],
+    completions: Completions,
+    scores: Sequence[Score],
+) -> dict[str, Any]:
+    sample_index = np.array([index for _, index in samples], dtype=np.int32)
+    score = np.array([np.nan if s.score is None else s.score for s in scores], dtype=np.float32)
+    group = np.arange(len(samples)) // job.samples_per_prompt
+    rank = rank_samples(group, score, sample_index)
+    prompt_ids = {p.prompt_id: job.policy.prompt_ids(p.content) for p, _ in samples}
+    return {
+        "prompt_id": [prompt.prompt_id for prompt, _ in samples],
+        "sample_index": sample_index,
+        "rank": pa.array(rank, mask=rank == UNRANKED),
+        "score": pa.array(score, mask=rank == UNRANKED),
+        "score_error": [s.error for s in scores],
+        "prompt": [prompt.text for prompt, _ in samples],
+        "prompt_ids": [prompt_ids[prompt.prompt_id] for prompt, _ in samples],
+        "completion": [None] * len(samples),
+        "completion_ids": completions.ids,
+        "finish_reason": completions.finish_reasons,
+        "reward_terms": [
+            [{"reward": name, "score": term} for name, term in s.terms] for s in scores
+        ],
+        "logprob": completions.logprobs,
+    }
