@@ -34,7 +34,6 @@ class Progress:
         from tqdm import tqdm
 
         self._unit = unit
-        self._speaks = speaks
         self._plain = speaks and not sys.stderr.isatty()
         self._last_line = time.monotonic()
         self._bar = tqdm(

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +125,6 @@ def refuse_other_identity(folder: Path, now: Mapping[str, Any], way_out: str) ->
     if differing:
         lines = joined_problems(differing)
         raise InputError(f"{where}: made with other settings:\n{lines}\n{way_out}")
-
-
-def nearest(name: str, known: Mapping[str, Any]) -> str:
-    """` Did you mean "x"?`, or nothing."""
-    found = get_close_matches(name, known, n=1)
-    return f' Did you mean "{found[0]}"?' if found else ""
 
 
 @dataclass(frozen=True, kw_only=True)

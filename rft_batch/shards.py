@@ -6,7 +6,7 @@ of the row groups, and a reader that filters on `rank` skips the rest by their s
 Correctness never depends on that order: what is trained on is said by the flags.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -252,9 +252,3 @@ def _checked(path: Path, read: Any) -> Any:
         raise DataError(
             f"{path}: damaged or not a shard: {error}. Delete it and run its stage again."
         ) from error
-
-
-def concatenate(tables: Iterable[pa.Table], schema: pa.Schema) -> pa.Table:
-    """Tables of one schema, one after the other; the schema's empty table where there are none."""
-    listed = list(tables)
-    return pa.concat_tables(listed) if listed else schema.empty_table()

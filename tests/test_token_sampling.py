@@ -1,10 +1,12 @@
 import math
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 import torch
 
 from rft_batch.policies.token_sampling import SCHEDULES, guide, masked_counts, masked_fraction, warp
+from rft_batch.settings import GenerateSettings
 
 COSINE = [
     (8, 256, [251, 236, 212, 181, 142, 97, 49, 0]),
@@ -37,6 +39,11 @@ def test_counts_fall_strictly_to_zero(schedule: str, steps: int, masked: int) ->
 def test_everything_is_masked_at_the_start_and_nothing_at_the_end(schedule: str) -> None:
     assert masked_fraction(schedule, 0) == pytest.approx(1)
     assert masked_fraction(schedule, 1) == pytest.approx(0)
+
+
+def test_the_option_offers_every_schedule() -> None:
+    (option,) = (f for f in fields(GenerateSettings) if f.name == "schedule")
+    assert option.metadata["choices"] == SCHEDULES
 
 
 def test_warp_divides_by_the_temperature() -> None:
