@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from rft_batch.policies import Completions, Policy, Sampler, TrainingBatch
+from rft_batch.policies import Completions, Policy, Sampler, TrainingBatch, join_completions
 from rft_batch.progress import Progress, say
 from rft_batch.prompts import Prompt
 from rft_batch.randomness import SampleNoise
@@ -162,13 +162,8 @@ def _completer(
             losses.append(loss)
             start += len(batch)
             progress.advance(len(batch))
-        completions = Completions(
-            ids=[ids for part in parts for ids in part.ids],
-            finish_reasons=[reason for part in parts for reason in part.finish_reasons],
-            logprobs=[value for part in parts for value in part.logprobs],
-        )
         loss_sum, loss_count = sum(s for s, _ in losses), sum(n for _, n in losses)
-        return CompletedShard(number, completions, loss_sum, loss_count)
+        return CompletedShard(number, join_completions(parts), loss_sum, loss_count)
 
     return complete
 
@@ -194,7 +189,7 @@ def _score_and_write(job: SampleJob, shard: CompletedShard) -> list[Score]:
     scores = score_completions(
         job.rewards,
         [prompt.content for prompt, _ in samples],
-        [None] * len(samples),
+        shard.completions.texts,
         shard.completions.ids,
         {name: [prompt.columns.get(name) for prompt, _ in samples] for name in names},
     )
@@ -218,7 +213,6 @@ def _columns(
     score = np.array([np.nan if s.score is None else s.score for s in scores], dtype=np.float32)
     group = np.arange(len(samples)) // job.samples_per_prompt
     rank = rank_samples(group, score, sample_index)
-    prompt_ids = {p.prompt_id: job.policy.prompt_ids(p.content) for p, _ in samples}
     return {
         "prompt_id": [prompt.prompt_id for prompt, _ in samples],
         "sample_index": sample_index,
@@ -226,8 +220,8 @@ def _columns(
         "score": pa.array(score, mask=rank == UNRANKED),
         "score_error": [s.error for s in scores],
         "prompt": [prompt.text for prompt, _ in samples],
-        "prompt_ids": [prompt_ids[prompt.prompt_id] for prompt, _ in samples],
-        "completion": [None] * len(samples),
+        "prompt_ids": completions.prompt_ids,
+        "completion": completions.texts,
         "completion_ids": completions.ids,
         "finish_reason": completions.finish_reasons,
         "reward_terms": [

@@ -4,10 +4,24 @@ from pathlib import Path
 
 from rft_batch.errors import InputError
 from rft_batch.policies.maskgit import MaskGITPolicy
-from rft_batch.policies.protocol import Completions, Policy, Sampler, TrainingBatch
+from rft_batch.policies.protocol import (
+    Completions,
+    Policy,
+    Sampler,
+    TrainingBatch,
+    join_completions,
+)
 from rft_batch.policies.token_model import policy_digest, read_spec
 
-__all__ = ["Completions", "Policy", "Sampler", "TrainingBatch", "load_policy", "policy_digest"]
+__all__ = [
+    "Completions",
+    "Policy",
+    "Sampler",
+    "TrainingBatch",
+    "join_completions",
+    "load_policy",
+    "policy_digest",
+]
 
 
 def load_policy(folder: Path, trust_policy_code: bool = False) -> Policy:

@@ -85,11 +85,6 @@ class MaskGITPolicy:
             _class_label(given.get("label"), spec), _known_ids(given.get("known_ids"), spec)
         )
 
-    def prompt_ids(self, content: Any) -> list[int]:
-        """What stands in the column `prompt_ids`: the known tokens, none where none is known."""
-        known = self.encode_prompt(content).known_ids
-        return known.tolist() if (known != self.spec.mask_id).any() else []
-
     def sampler(self, **options: Any) -> Sampler:
         """The function that generates one completion for each prompt and its noise.
 

@@ -1,7 +1,7 @@
 """What a policy takes and gives: the Protocol of every family."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +16,27 @@ from rft_batch.randomness import SampleNoise
 class Completions:
     """What a policy wrote, one entry for each sample."""
 
+    prompt_ids: list[list[int]]
+    """Token ids of each prompt as the model got it; empty where it has none."""
     ids: list[NDArray[np.int32]]
     """Token ids of each completion."""
+    texts: list[str | None]
+    """Each completion as text; None without a tokenizer."""
     finish_reasons: list[str]
     """`stop` where it ended by itself, `length` where a limit cut it."""
     logprobs: list[float | None]
     """Log-probability of each completion under the sampling policy, in nats."""
+
+
+def join_completions(parts: Iterable[Completions]) -> Completions:
+    """Several batches of completions as one."""
+    listed = list(parts)
+    return Completions(
+        **{
+            f.name: [item for part in listed for item in getattr(part, f.name)]
+            for f in fields(Completions)
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -48,10 +63,6 @@ class Policy(Protocol):
 
     def encode_prompt(self, content: Any) -> Any:
         """The prompt as the model takes it; raises InputError where it cannot."""
-        ...
-
-    def prompt_ids(self, content: Any) -> list[int]:
-        """The token ids of the prompt, for the column `prompt_ids`."""
         ...
 
     def sampler(self, **options: Any) -> Sampler:

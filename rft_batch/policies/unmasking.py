@@ -73,7 +73,7 @@ def unmask(
         DataError: the model's logits are not finite.
     """
     device = next(model.parameters()).device
-    x = x.copy()
+    known_ids, x = x, x.copy()
     unknown = x == spec.mask_id
     plans = [masked_counts(schedule, steps, int(row.sum())) for row in unknown]
     turns = _turns(unknown, noises) if order == "random" else None
@@ -112,7 +112,9 @@ def unmask(
         unknown[chosen] = False
     has_logprob = order == "random" and temperature > 0
     return Completions(
+        prompt_ids=[row.tolist() if (row != spec.mask_id).any() else [] for row in known_ids],
         ids=list(x.astype(np.int32)),
+        texts=[None] * len(x),
         finish_reasons=["stop"] * len(x),
         logprobs=[float(value) if has_logprob else None for value in logprobs],
     )
