@@ -22,6 +22,7 @@ from rft_batch.processes import exit_on_sigterm, is_main_process
 from rft_batch.settings import (
     FinetuneSettings,
     GenerateSettings,
+    InspectSettings,
     ReportSettings,
     SelectSettings,
     Settings,
@@ -46,7 +47,7 @@ class ConfiguredCommand(click.Command):
 
     def _defaults(self, path: Path, into: str | None) -> dict[str, Any]:
         tables = _read_toml(path)
-        _refuse_unknown(tables, {"generate", "select", "finetune", "report"}, f"{path}: table")
+        _refuse_unknown(tables, set(cli.commands), f"{path}: table")
         table = tables.get(self.name or "", {})
         if not isinstance(table, dict):
             raise InputError(f"{path}: {self.name} must be a table, [{self.name}].")
@@ -73,7 +74,7 @@ class SettingOption(click.Option):
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="rft-batch")
 def cli() -> None:
-    """Offline rejection fine-tuning: generate, select, finetune, report.
+    """Offline rejection fine-tuning: generate, select, finetune, report, inspect.
 
     A policy writes K completions for every prompt, a reward scores them, the best are kept, and the
     policy is fine-tuned on those alone. Each stage leaves files that the next one reads.
@@ -250,3 +251,12 @@ def report_command(settings: ReportSettings) -> None:
     from rft_batch.reporting import report
 
     click.echo(report(settings))
+
+
+@cli.add_command
+@_command(InspectSettings, "rft-batch inspect runs/mine/round-1 --best 4 --verify")
+def inspect_command(settings: InspectSettings) -> None:
+    """Show what a round holds, and whether it is whole."""
+    from rft_batch.inspection import inspect
+
+    click.echo(inspect(settings))

@@ -318,6 +318,22 @@ class ReportSettings(Settings):
         yield from _name_problems("into", self.into)
 
 
+@dataclass(frozen=True, kw_only=True)
+class InspectSettings(Settings):
+    """Settings of `rft-batch inspect`."""
+
+    round_dir: Path = option(help="Folder of the round.", argument=True, identity=False)
+    into: str = option("samples", help="Folder in ROUND to look at: samples, eval, ...")
+    best: int = option(0, help="Show the samples of the highest scores, this many.", minimum=0)
+    worst: int = option(0, help="Show the samples of the lowest scores, this many.", minimum=0)
+    prompt: str | None = option(None, help="Show all samples of the prompt of this id.")
+    verify: bool = option(False, help="Read everything in ROUND and compare it with the manifests.")
+
+    def contradictions(self) -> Iterator[str]:
+        """The name of the folder to look at."""
+        yield from _name_problems("into", self.into)
+
+
 def _field_problems(f: "Field[Any]", value: Any) -> Iterator[str]:
     if value is None:
         return

@@ -14,6 +14,7 @@ from rft_batch import cli
 from rft_batch.settings import (
     FinetuneSettings,
     GenerateSettings,
+    InspectSettings,
     ReportSettings,
     SelectSettings,
     option_name,
@@ -24,6 +25,7 @@ COMMANDS = {
     "select": SelectSettings,
     "finetune": FinetuneSettings,
     "report": ReportSettings,
+    "inspect": InspectSettings,
 }
 Run = Callable[..., tuple[int, str, str]]
 
@@ -265,7 +267,7 @@ def test_a_file_gives_defaults_and_the_command_line_wins(
         ("[generate.eval]\ntop_kk = 2\n",
          '{path}: [generate.eval] has the unknown key "top_kk". Did you mean "top_k"?'),
         ("[sample]\nx = 1\n", '{path}: table has the unknown key "sample". '
-         "Known: finetune, generate, report, select."),
+         "Known: finetune, generate, inspect, report, select."),
         ("generate = 3\n", "{path}: generate must be a table, [generate]."),
         ("[generate\n", "--config {path}: not TOML: "),
     ],

@@ -20,6 +20,7 @@ from rft_batch.cli import cli  # noqa: E402
 from rft_batch.settings import (  # noqa: E402
     FinetuneSettings,
     GenerateSettings,
+    InspectSettings,
     ReportSettings,
     SelectSettings,
     option_name,
@@ -33,6 +34,7 @@ COMMANDS = {
     "select": SelectSettings,
     "finetune": FinetuneSettings,
     "report": ReportSettings,
+    "inspect": InspectSettings,
 }
 
 
