@@ -193,8 +193,9 @@ def generate_command(settings: GenerateSettings) -> None:
     manifest = generate(settings)
     if "unfinished_shards" in manifest:
         if is_main_process():
-            left = manifest["unfinished_shards"]
-            click.echo(f"{manifest['folder']}: {left} shards are not there yet")
+            left, folder = manifest["unfinished_shards"], manifest["folder"]
+            why = "left out by --limit" if settings.limit else "still in work in other processes"
+            click.echo(f"{folder}: {left} shards are {why}")
         return
     own, anchor = manifest["own_loss"], manifest["anchor_loss"]
     click.echo(

@@ -36,7 +36,7 @@ from rft_batch.metrics import append_metrics, read_metrics
 from rft_batch.policies import Policy, TrainingBatch, load_policy, policy_digest
 from rft_batch.progress import Progress, say
 from rft_batch.randomness import SampleNoise, Stream
-from rft_batch.selected_rows import load_selected, selection_digest
+from rft_batch.selected_rows import count_selected, load_selected, selection_digest
 from rft_batch.settings import FinetuneSettings, refuse_other_identity
 from rft_batch.shards import read_manifest
 from rft_batch.versions import versions
@@ -65,12 +65,10 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
     accelerator = _accelerator(settings)
     speaks = accelerator.is_main_process
     digest = policy_digest(settings.policy)
-    samples = read_manifest(round_dir / "samples", f"rft-batch generate {round_dir}")
-    round_number = samples["identity"]["round_number"]
+    rounds = [round_dir, *settings.also]
     identity = settings.identity(
         policy=digest,
-        rows=selection_digest(round_dir, settings.selection),
-        round_number=round_number,
+        rows=selection_digest(rounds, settings.selection),
     )
     refuse_other_identity(
         folder,
@@ -83,13 +81,13 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
 
     policy = load_policy(settings.policy, settings.trust_policy_code)
     with accelerator.main_process_first():
-        rows = load_selected(round_dir, settings.selection, folder)
+        rows = load_selected(rounds, settings.selection, folder)
     if speaks and not (folder / "settings.json").exists():
         publish_json(folder / "settings.json", identity)
-    run = _Run(settings, accelerator, policy, rows, folder, round_number)
+    run = _Run(settings, accelerator, policy, rows, folder)
     say(
         f"{folder}: {len(rows)} selected rows, {run.total_steps} steps of {settings.batch_size} "
-        f"rows, {accelerator.num_processes} process(es), {accelerator.device}, "
+        f"rows, {accelerator.num_processes} process(es), {accelerator.device.type}, "
         f"mixed precision {accelerator.mixed_precision}",
         speaks,
     )
@@ -112,6 +110,7 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
             "policy": {"path": str(settings.policy), "digest": digest},
             "counts": {
                 "rows": len(rows),
+                "repeats_left_out": count_selected(rounds, settings.selection) - len(rows),
                 "steps": state.step,
                 "skipped_steps": sum(s["skipped"] for s in steps),
                 "attempts": run.attempt,
@@ -193,10 +192,9 @@ class _Run:
         policy: Policy,
         rows: "Dataset",
         folder: Path,
-        round_number: int,
     ) -> None:
         self.settings, self.accelerator, self.policy = settings, accelerator, policy
-        self.rows, self.folder, self.round_number = rows, folder, round_number
+        self.rows, self.folder = rows, folder
         self.steps_per_epoch = math.ceil(len(rows) / settings.batch_size)
         planned = settings.epochs * self.steps_per_epoch
         self.total_steps = min(planned, settings.max_steps or planned)
@@ -320,7 +318,7 @@ class _Run:
         ]
         noises = [
             SampleNoise.for_sample(
-                self.settings.seed, self.round_number, row["prompt_id"], row["sample_index"]
+                self.settings.seed, row["round_number"], row["prompt_id"], row["sample_index"]
             )
             for row in rows
         ]

@@ -1,4 +1,4 @@
-"""The selected rows of a round as a memory-mapped Hugging Face dataset.
+"""The selected rows of one or several rounds as a memory-mapped Hugging Face dataset.
 
 flags -> touched row groups -> those rows -> one Arrow file -> `datasets.Dataset`. The Arrow file's
 name is the digest of the manifests that it was made from, never a time stamp, so a changed shard or
@@ -21,26 +21,41 @@ from rft_batch.shards import manifest_shards, read_columns, read_manifest, read_
 if TYPE_CHECKING:
     from datasets import Dataset
 
-COLUMNS = ["prompt_id", "sample_index", "score", "prompt", "prompt_ids", "completion_ids"]
-"""What training needs of a sample."""
+_OF_SAMPLE = ["prompt_id", "sample_index", "score", "prompt", "prompt_ids", "completion_ids"]
+_SCHEMA = pa.schema(
+    [
+        *(SAMPLES.field(name) for name in _OF_SAMPLE),
+        pa.field("round_number", pa.int32(), nullable=False),
+    ]
+)
+COLUMNS = _SCHEMA.names
+"""What training needs of a sample; `round_number` is that of the draws' keys."""
 
 
-def selection_digest(round_dir: Path, selection: str) -> str:
-    """Digest of the samples and the flags that a selection consists of.
+def selection_digest(rounds: Sequence[Path], selection: str) -> str:
+    """Digest of the samples and the flags of some rounds.
 
     Raises:
-        DataError: one of the two stages is not complete.
+        DataError: a stage of a round is not complete.
     """
-    manifests = _manifests(round_dir, selection)
+    manifests = [m for round_dir in rounds for m in _manifests(round_dir, selection)]
     return fingerprint({str(i): manifest["shards"] for i, manifest in enumerate(manifests)})
 
 
-def load_selected(round_dir: Path, selection: str, cache_dir: Path) -> "Dataset":
-    """The selected rows in shard order, then row order.
+def count_selected(rounds: Sequence[Path], selection: str) -> int:
+    """Selected rows of some rounds together, duplicates included."""
+    counts = [_manifests(round_dir, selection)[1]["counts"] for round_dir in rounds]
+    return sum(count["selected"] for count in counts)
+
+
+def load_selected(rounds: Sequence[Path], selection: str, cache_dir: Path) -> "Dataset":
+    """The selected rows of some rounds, in the order of rounds, shards and rows.
+
+    A completion that a prompt has in several rounds is taken from the first of them alone.
 
     Args:
-        round_dir: the round.
-        selection: its folder of flags.
+        rounds: one round, or several, the newest first.
+        selection: their folder of flags.
         cache_dir: where the Arrow file is kept.
 
     Returns:
@@ -52,16 +67,38 @@ def load_selected(round_dir: Path, selection: str, cache_dir: Path) -> "Dataset"
     """
     from datasets import Dataset
 
-    path = cache_dir / f"selected-{selection_digest(round_dir, selection)}.arrow"
+    path = cache_dir / f"selected-{selection_digest(rounds, selection)}.arrow"
     if not path.exists():
-        tables = list(_selected_tables(round_dir, selection))
+        tables = _without_repeats([_round_table(folder, selection) for folder in rounds])
         if not sum(map(len, tables)):
             raise DataError(
-                f"{round_dir / selection}: nothing is selected, so there is nothing to train on. "
+                f"{rounds[0] / selection}: nothing is selected, so there is nothing to train on. "
                 "Select with a lower --min-score, or generate more samples."
             )
         publish(path, lambda temporary: _write_arrow(temporary, tables))
     return Dataset.from_file(str(path))
+
+
+def _without_repeats(tables: Sequence[pa.Table]) -> list[pa.Table]:
+    """Each round's rows without the completions that an earlier table has for the same prompt."""
+    seen: set[tuple[str, bytes]] = set()
+    kept = []
+    for table in tables:
+        ids = table["completion_ids"].to_pylist()
+        keys = [
+            (prompt_id, np.array(row, dtype=np.int32).tobytes())
+            for prompt_id, row in zip(table["prompt_id"].to_pylist(), ids, strict=True)
+        ]
+        kept.append(table.filter(pa.array([key not in seen for key in keys], type=pa.bool_())))
+        seen.update(keys)
+    return kept
+
+
+def _round_table(round_dir: Path, selection: str) -> pa.Table:
+    table = pa.concat_tables(_selected_tables(round_dir, selection))
+    number = _manifests(round_dir, selection)[0]["identity"]["round_number"]
+    numbers = pa.array([number] * len(table), type=pa.int32())
+    return table.append_column(_SCHEMA.field("round_number"), numbers)
 
 
 def _selected_tables(round_dir: Path, selection: str) -> list[pa.Table]:
@@ -88,7 +125,8 @@ def _selected_tables(round_dir: Path, selection: str) -> list[pa.Table]:
                 f"Remove {flags} and run rft-batch select again."
             )
         selected = read_columns(flag_path, ["selected"])["selected"].to_numpy()
-        tables.append(read_rows(sample_path, np.flatnonzero(selected), COLUMNS))
+        rows = read_rows(sample_path, np.flatnonzero(selected), _OF_SAMPLE)
+        tables.append(rows.replace_schema_metadata())
     return tables
 
 
@@ -100,7 +138,6 @@ def _manifests(round_dir: Path, selection: str) -> tuple[dict, dict]:  # type: i
 
 
 def _write_arrow(path: Path, tables: Sequence[pa.Table]) -> None:
-    schema = pa.schema([SAMPLES.field(name) for name in COLUMNS])
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
         for table in tables:
-            writer.write_table(table.cast(schema))
+            writer.write_table(table.cast(_SCHEMA))

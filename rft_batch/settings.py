@@ -252,6 +252,12 @@ class FinetuneSettings(Settings):
 
     round_dir: Path = option(help="Folder of the round.", argument=True, identity=False)
     policy: Path = option(help="Policy folder to start from.", identity=False, path=True)
+    also: tuple[Path, ...] = option(
+        (),
+        help="Other round whose selected rows are added; repeat it, the newest first.",
+        identity=False,
+        path=True,
+    )
     selection: str = option("selection", help="Folder in ROUND with the flags.", identity=False)
     seed: int = option(0, help="Seed of order and masks.", minimum=0)
     epochs: int = option(4, help="Passes over the selected rows.", minimum=1)
@@ -297,8 +303,11 @@ class FinetuneSettings(Settings):
     )
 
     def contradictions(self) -> Iterator[str]:
-        """The name of the selection, and an averaging that would never move."""
+        """The name of the selection, a round twice, an averaging that would never move."""
         yield from _name_problems("selection", self.selection)
+        rounds = [path.resolve() for path in (self.round_dir, *self.also)]
+        if len(set(rounds)) < len(rounds):
+            yield "--also: a round is given twice."
         if self.ema_decay == 1:
             yield "--ema-decay 1: the average would never move. Choose a value below 1."
 

@@ -20,7 +20,8 @@ from rft_batch.generation import generate
 from rft_batch.metrics import read_metrics
 from rft_batch.policies import load_policy
 from rft_batch.policies.maskgit import MaskGITPolicy
-from rft_batch.settings import FinetuneSettings, GenerateSettings
+from rft_batch.selection import select
+from rft_batch.settings import FinetuneSettings, GenerateSettings, SelectSettings
 
 
 @pytest.fixture
@@ -49,7 +50,13 @@ def test_the_result_is_a_policy_that_generate_reads(
 ) -> None:
     manifest = finetune(training)
 
-    assert manifest["counts"] == {"rows": 14, "steps": 6, "skipped_steps": 0, "attempts": 1}
+    assert manifest["counts"] == {
+        "rows": 14,
+        "repeats_left_out": 0,
+        "steps": 6,
+        "skipped_steps": 0,
+        "attempts": 1,
+    }
     raw, averaged, base = (
         weights(training.round_dir, "policy-raw"),
         weights(training.round_dir),
@@ -146,7 +153,9 @@ def test_one_step_is_the_gradient_of_the_mean_over_all_targets(training: Finetun
     found = restart(training, batch_size=14, max_steps=1, warmup_ratio=0.0, max_grad_norm=1e9)
 
     policy = load_policy(training.policy)
-    rows = load_selected(training.round_dir, "selection", training.round_dir / "training").to_list()
+    rows = load_selected(
+        [training.round_dir], "selection", training.round_dir / "training"
+    ).to_list()
     noises = [SampleNoise.for_sample(0, 1, r["prompt_id"], r["sample_index"]) for r in rows]
     batch = policy.collate(rows, noises, epoch=0)
     optimizer = torch.optim.AdamW(decay_groups(policy.model, 0.01), lr=1e-2)  # SGD in this test
@@ -269,6 +278,22 @@ def test_too_little_memory_says_what_to_do(
         "out of memory with --micro-batch-size 5. Pass a smaller one: the result stays the same, "
         "and the run goes on after its last checkpoint."
     )
+
+
+def test_rows_of_other_rounds_are_added(
+    training: FinetuneSettings, settings: GenerateSettings
+) -> None:
+    other = training.round_dir.parent / "round-2"
+    generate(replace(settings, round_dir=other, seed=1))
+    select(SelectSettings(round_dir=other, top_k=1))
+
+    manifest = finetune(replace(training, also=(other,)))
+
+    assert manifest["counts"]["rows"] == 14 + 7
+    with pytest.raises(InputError, match=r"\n  rows: recorded"):
+        finetune(training)
+    with pytest.raises(InputError, match=r"^--also: a round is given twice"):
+        replace(training, also=(other, other))
 
 
 def test_an_incomplete_selection_is_refused(sampled: Path, policy: Path) -> None:

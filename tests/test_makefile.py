@@ -186,6 +186,14 @@ def test_one_stage_of_one_round(tmp_path: Path) -> None:
     assert "Which round? Add ROUND=N" in out
 
 
+def test_rows_accumulate_over_rounds(copy: Pipeline) -> None:
+    shutil.rmtree(copy.run_dir / "round-2")
+    code, out = copy.make("finetune", "ROUND=2", "ACCUMULATE=1")
+    assert code == 0, out
+    assert '--also "' in out
+    assert 14 < int(out.split("round-2/training: ")[1].split()[0]) <= 28
+
+
 def test_samples_are_removed_only_on_confirmation(copy: Pipeline) -> None:
     code, out = copy.make("clean-round", "ROUND=2")
     assert code != 0
