@@ -77,7 +77,7 @@ def test_a_round_by_commands(run: Run, arguments: list[object], policy: Path) ->
 
     code, out, err = run("finetune", round_dir, "--policy", policy, "--epochs", 1)
     assert code == 0
-    assert [line.split() for line in out.splitlines()][0] == ["rows", "28"]
+    assert out.splitlines()[0].split() == ["rows", "28"]
 
     new_policy = Path(str(round_dir)) / "policy"
     arguments[3] = new_policy
