@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -13,12 +14,26 @@ from rft_batch.generation import generate
 from rft_batch.policies.token_model import ClassCondition, Recipe, TokenModelSpec, save_policy
 from rft_batch.policies.token_transformer import TokenTransformer
 from rft_batch.selection import select
-from rft_batch.settings import GenerateSettings, SelectSettings
+from rft_batch.settings import (
+    FinetuneSettings,
+    GenerateSettings,
+    InspectSettings,
+    ReportSettings,
+    SelectSettings,
+)
 
 # Threads that wait for each other cost more than these small matrices do.
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+COMMANDS = {
+    "generate": GenerateSettings,
+    "select": SelectSettings,
+    "finetune": FinetuneSettings,
+    "report": ReportSettings,
+    "inspect": InspectSettings,
+}
 
 TINY = TokenModelSpec(
     family="maskgit",
@@ -124,6 +139,20 @@ def selected(sampled: Path) -> Path:
     """A round whose samples are made and selected."""
     select(SelectSettings(round_dir=sampled, top_k=2))
     return sampled
+
+
+@pytest.fixture
+def read_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the row groups that are read from now on."""
+    groups: list[int] = []
+    original = pq.ParquetFile.read_row_group
+
+    def read(self: pq.ParquetFile, group: int, columns: list[str]) -> Any:
+        groups.append(group)
+        return original(self, group, columns)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", read)
+    return groups
 
 
 @pytest.fixture

@@ -8,25 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, save_tiny_policy
+from conftest import COMMANDS, ROOT, save_tiny_policy
 
 from rft_batch import cli
-from rft_batch.settings import (
-    FinetuneSettings,
-    GenerateSettings,
-    InspectSettings,
-    ReportSettings,
-    SelectSettings,
-    option_name,
-)
+from rft_batch.settings import option_name
 
-COMMANDS = {
-    "generate": GenerateSettings,
-    "select": SelectSettings,
-    "finetune": FinetuneSettings,
-    "report": ReportSettings,
-    "inspect": InspectSettings,
-}
 Run = Callable[..., tuple[int, str, str]]
 
 

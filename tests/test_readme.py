@@ -16,26 +16,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+from conftest import COMMANDS  # noqa: E402
+
 from rft_batch.cli import cli  # noqa: E402
-from rft_batch.settings import (  # noqa: E402
-    FinetuneSettings,
-    GenerateSettings,
-    InspectSettings,
-    ReportSettings,
-    SelectSettings,
-    option_name,
-)
+from rft_batch.settings import option_name  # noqa: E402
 
 README = ROOT / "README.md"
 START = "<!-- options: written by `python tests/test_readme.py`, checked by the tests -->"
 END = "<!-- end of options -->"
-COMMANDS = {
-    "generate": GenerateSettings,
-    "select": SelectSettings,
-    "finetune": FinetuneSettings,
-    "report": ReportSettings,
-    "inspect": InspectSettings,
-}
 
 
 def options_section() -> str:
