@@ -2,8 +2,8 @@
 
     rft-batch report runs/digits --control runs/digits-random
 
-Reads the evaluation of every round (`round-0/eval` is the base policy) and, where they are there,
-the manifests of its selection and training. Writes `index.html`, `rounds.parquet` and the pictures.
+Reads the evaluation of every round (`round-0/eval` is the base policy) and, where it is there, the
+manifest of its training. Writes `index.html`, `rounds.parquet` and the pictures.
 """
 
 import base64
@@ -57,7 +57,7 @@ class RoundFigures:
     """Nats per token of the policy on its own samples."""
     anchor_loss: float | None
     """Nats per token of the policy on the anchor."""
-    selected: int | None
+    trained_on: int | None
     """Rows that the policy was fine-tuned on."""
     train_loss: float | None
     """Mean loss of the last epoch."""
@@ -135,7 +135,7 @@ def _round_figures(round_dir: Path, number: int) -> RoundFigures:
     score = scored["score"].to_numpy().astype(np.float64)
     of_prompt = scored.group_by("prompt_id").aggregate([("score", "mean")])["score_mean"].to_numpy()
     q10, q50, q90 = np.quantile(score, [0.1, 0.5, 0.9])
-    selection, training = (_optional(round_dir / name) for name in ("selection", "training"))
+    training = _optional(round_dir / "training")
     return RoundFigures(
         round=number,
         samples=len(table),
@@ -150,7 +150,7 @@ def _round_figures(round_dir: Path, number: int) -> RoundFigures:
         distinct=len(completions) / len(table),
         own_loss=manifest["own_loss"],
         anchor_loss=manifest["anchor_loss"],
-        selected=selection["counts"]["selected"] if selection else None,
+        trained_on=training["counts"]["rows"] if training else None,
         train_loss=training["last_epoch_loss"] if training else None,
     )
 
@@ -176,7 +176,7 @@ _HEADS = (
     "distinct",
     "own loss",
     "anchor loss",
-    "selected",
+    "trained on",
     "train loss",
 )
 

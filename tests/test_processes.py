@@ -51,7 +51,7 @@ def test_work_is_shared_without_gaps_and_overlaps() -> None:
             assert sorted(piece for share in shares for piece in share) == list(range(pieces))
 
 
-def test_two_processes_make_the_samples_of_one(
+def test_two_processes_make_the_samples_of_one_and_one_ends_what_two_began(
     tmp_path: Path, policy: Path, prompts: Path, reward: str
 ) -> None:
     command = [
@@ -66,6 +66,15 @@ def test_two_processes_make_the_samples_of_one(
     assert rows(tmp_path / "one/round-1/samples") == rows(tmp_path / "two/round-1/samples")
     assert contents(tmp_path / "one/round-1/samples") == contents(tmp_path / "two/round-1/samples")
     assert (tmp_path / "two/round-1/samples/manifest.json").exists()
+
+    begun = launch(2, "generate", tmp_path / "mixed" / "round-1", *command, "--limit", 3)
+    ended = launch(1, "generate", tmp_path / "mixed" / "round-1", *command)
+    assert begun.returncode == ended.returncode == 0, begun.stderr + ended.stderr
+    assert "2 shards are left out by --limit" in begun.stdout
+    assert "16 samples are there already" in ended.stderr
+    assert contents(tmp_path / "mixed/round-1/samples") == contents(
+        tmp_path / "one/round-1/samples"
+    )
 
 
 def test_a_process_without_work_ends_well(

@@ -56,7 +56,7 @@ def test_figures_are_those_of_the_samples(run_dir: Path) -> None:
     means = [sum(r["score"] for r in rows if r["prompt_id"] == f"p{i}") / 4 for i in range(7)]
     spread = sum((m - sum(means) / 7) ** 2 for m in means) / 6
     assert first.standard_error == pytest.approx((spread / 7) ** 0.5)
-    assert (base.selected, first.selected) == (None, 7)
+    assert (base.trained_on, first.trained_on) == (None, 7)
     assert first.train_loss > 0
     assert first.q10 <= first.q50 <= first.q90
 
