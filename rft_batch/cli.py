@@ -193,9 +193,8 @@ def generate_command(settings: GenerateSettings) -> None:
     manifest = generate(settings)
     if "unfinished_shards" in manifest:
         if is_main_process():
-            left, folder = manifest["unfinished_shards"], manifest["folder"]
-            why = "left out by --limit" if settings.limit else "still in work in other processes"
-            click.echo(f"{folder}: {left} shards are {why}")
+            why = "partial, as --limit asked" if settings.limit else "other processes are at work"
+            click.echo(f"{manifest['folder']}: {why}")
         return
     own, anchor = manifest["own_loss"], manifest["anchor_loss"]
     click.echo(

@@ -70,7 +70,7 @@ def test_two_processes_make_the_samples_of_one_and_one_ends_what_two_began(
     begun = launch(2, "generate", tmp_path / "mixed" / "round-1", *command, "--limit", 3)
     ended = launch(1, "generate", tmp_path / "mixed" / "round-1", *command)
     assert begun.returncode == ended.returncode == 0, begun.stderr + ended.stderr
-    assert "2 shards are left out by --limit" in begun.stdout
+    assert "partial, as --limit asked" in begun.stdout
     assert "16 samples are there already" in ended.stderr
     assert contents(tmp_path / "mixed/round-1/samples") == contents(
         tmp_path / "one/round-1/samples"
