@@ -29,7 +29,6 @@ from rft_batch.shards import (
     read_columns,
     read_manifest,
     shard_entries,
-    shard_name,
     unfinished_shards,
 )
 from rft_batch.versions import versions
@@ -112,16 +111,15 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         return {"stage": "generate", "folder": str(folder), "unfinished_shards": len(missing)}
     counts, scores = _tally(job)
     _refuse_too_many_errors(job, settings, counts["unscored"])
-    paths = [folder / shard_name(number) for number in range(job.num_shards)]
     manifest = {
         "stage": "generate",
         "identity": identity,
         "policy": {"path": str(settings.policy), "digest": digest, "display": policy.display},
         "counts": counts,
         "scores": scores,
-        "own_loss": _mean_loss(map(stored_loss, paths)),
+        "own_loss": _mean_loss(map(stored_loss, job.paths)),
         "anchor_loss": _mean_loss(batch_loss(policy, batch) for batch in anchor),
-        "shards": shard_entries(folder, job.num_shards),
+        "shards": shard_entries(job.paths),
         "versions": versions(),
     }
     publish_json(folder / "manifest.json", manifest, writer=str(process.index))
@@ -174,8 +172,7 @@ def _refuse_too_many_errors(job: SampleJob, settings: GenerateSettings, unscored
 
 def _first_errors(job: SampleJob, shown: int = 3) -> list[str]:
     errors: list[str] = []
-    for number in range(job.num_shards):
-        path = job.folder / shard_name(number)
+    for path in job.paths:
         if path.exists():
             table = read_columns(path, ["prompt_id", "sample_index", "score_error"])
             rows = table.filter(table["score_error"].is_valid()).slice(0, shown).to_pylist()
@@ -189,8 +186,7 @@ def _first_errors(job: SampleJob, shown: int = 3) -> list[str]:
 
 def _tally(job: SampleJob) -> tuple[dict[str, int], dict[str, float | None]]:
     """Counts and means over all shards."""
-    paths = [job.folder / shard_name(number) for number in range(job.num_shards)]
-    table = pa.concat_tables([read_columns(path, ["rank", "score"]) for path in paths])
+    table = pa.concat_tables([read_columns(path, ["rank", "score"]) for path in job.paths])
     scored = table.filter(table["score"].is_valid())
     score = scored["score"].to_numpy().astype(np.float64)
     best = score[scored["rank"].to_numpy() == 0]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from rft_batch.errors import DataError, joined_problems
 from rft_batch.settings import InspectSettings
@@ -93,7 +94,7 @@ def _figures(manifest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
 
 def _wanted(settings: InspectSettings, columns: list[pa.Table]) -> dict[str, list[tuple[int, int]]]:
     """By title: shard number and row number of the samples to show, in the order to show them."""
-    places = [(number, row) for number, table in enumerate(columns) for row in range(len(table))]
+    starts = np.cumsum([0, *map(len, columns)])
     whole = pa.concat_tables(columns)
     score = whole["score"].to_numpy()
     order = np.argsort(-score, kind="stable")
@@ -107,7 +108,12 @@ def _wanted(settings: InspectSettings, columns: list[pa.Table]) -> dict[str, lis
         if not len(of_prompt):
             raise DataError(f"--prompt {settings.prompt}: there is no prompt of that id.")
         wanted[f"Prompt {settings.prompt}"] = of_prompt
-    return {title: [places[i] for i in rows] for title, rows in wanted.items() if len(rows)}
+
+    def places(rows: NDArray[np.int64]) -> list[tuple[int, int]]:
+        shards = np.searchsorted(starts, rows, side="right") - 1
+        return list(zip(shards.tolist(), (rows - starts[shards]).tolist(), strict=True))
+
+    return {title: places(rows) for title, rows in wanted.items() if len(rows)}
 
 
 def _samples(

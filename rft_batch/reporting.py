@@ -11,6 +11,7 @@ import html
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def _images(
         for path in manifest_shards(folder, manifest):
             table = read_columns(path, ["prompt_id", "sample_index", "prompt", "completion_ids"])
             rows = [row for row in table.to_pylist() if row["sample_index"] == 0]
-            wanted += sorted(rows, key=_prompt_id)
+            wanted += sorted(rows, key=itemgetter("prompt_id"))
             if len(wanted) >= shown:
                 break
         prompts = [row["prompt"] for row in wanted[:shown]]
@@ -228,11 +229,6 @@ def _images(
         grid = grid.reshape(-1, display["height"], display["width"])
         images["base" if number == 0 else f"round {number}"] = grid / (display["levels"] - 1)
     return prompts, images
-
-
-def _prompt_id(row: dict[str, Any]) -> str:
-    prompt_id: str = row["prompt_id"]
-    return prompt_id
 
 
 def _page(title: str, runs: dict[str, list[RoundFigures]], pictures: Sequence[Path]) -> str:

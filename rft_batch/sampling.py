@@ -57,6 +57,11 @@ class SampleJob:
         """Of the whole stage."""
         return -(-len(self.prompts) // self.prompts_per_shard)
 
+    @property
+    def paths(self) -> list[Path]:
+        """Where the shards of the whole stage are published, by number."""
+        return [self.folder / shard_name(number) for number in range(self.num_shards)]
+
     def samples(self, number: int) -> Iterator[tuple[Prompt, int]]:
         """Prompt and sample index of every sample of a shard, by prompt."""
         first = number * self.prompts_per_shard

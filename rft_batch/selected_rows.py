@@ -81,6 +81,8 @@ def load_selected(rounds: Sequence[Path], selection: str, cache_dir: Path) -> "D
 
 def _without_repeats(tables: Sequence[pa.Table]) -> list[pa.Table]:
     """Each round's rows without the completions that an earlier table has for the same prompt."""
+    if len(tables) == 1:
+        return list(tables)
     seen: set[tuple[str, bytes]] = set()
     kept = []
     for table in tables:
@@ -95,13 +97,6 @@ def _without_repeats(tables: Sequence[pa.Table]) -> list[pa.Table]:
 
 
 def _round_table(round_dir: Path, selection: str) -> pa.Table:
-    table = pa.concat_tables(_selected_tables(round_dir, selection))
-    number = _manifests(round_dir, selection)[0]["identity"]["round_number"]
-    numbers = pa.array([number] * len(table), type=pa.int32())
-    return table.append_column(_SCHEMA.field("round_number"), numbers)
-
-
-def _selected_tables(round_dir: Path, selection: str) -> list[pa.Table]:
     samples, flags = round_dir / "samples", round_dir / selection
     made_samples, made_flags = _manifests(round_dir, selection)
     pairs = zip(
@@ -127,7 +122,9 @@ def _selected_tables(round_dir: Path, selection: str) -> list[pa.Table]:
         selected = read_columns(flag_path, ["selected"])["selected"].to_numpy()
         rows = read_rows(sample_path, np.flatnonzero(selected), _OF_SAMPLE)
         tables.append(rows.replace_schema_metadata())
-    return tables
+    table = pa.concat_tables(tables)
+    numbers = [made_samples["identity"]["round_number"]] * len(table)
+    return table.append_column(_SCHEMA.field("round_number"), pa.array(numbers, type=pa.int32()))
 
 
 def _manifests(round_dir: Path, selection: str) -> tuple[dict, dict]:  # type: ignore[type-arg]

@@ -61,7 +61,8 @@ def select(settings: SelectSettings) -> dict[str, Any]:
 
     reasons: Counter[str] = Counter()
     kept_of_prompts: list[NDArray[np.int64]] = []
-    for number, path in enumerate(manifest_shards(samples, made_by)):
+    paths = manifest_shards(samples, made_by)
+    for number, path in enumerate(paths):
         table = read_columns(path, _COLUMNS)
         group = table["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()
         reason = _reasons(table, group, settings, made_by["identity"]["round_number"])
@@ -91,7 +92,7 @@ def select(settings: SelectSettings) -> dict[str, Any]:
         "identity": identity,
         "counts": counts,
         "reasons": {name: reasons[name] for name in REASONS if reasons[name]},
-        "shards": shard_entries(folder, len(made_by["shards"])),
+        "shards": shard_entries([folder / path.name for path in paths]),
         "versions": versions(),
     }
     publish_json(folder / "manifest.json", manifest)

@@ -172,9 +172,8 @@ def unfinished_shards(folder: Path, fingerprint: str, count: int) -> list[int]:
     return missing
 
 
-def shard_entries(folder: Path, count: int) -> list[dict[str, Any]]:
+def shard_entries(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """What a manifest records of each shard: name, rows, bytes and digest."""
-    paths = [folder / shard_name(number) for number in range(count)]
     return [
         {
             "name": path.name,

@@ -191,7 +191,7 @@ def _class_label(label: Any, spec: TokenModelSpec) -> int:
 def _known_ids(known: Any, spec: TokenModelSpec) -> NDArray[np.int64]:
     if known is None:
         return np.full(spec.seq_len, spec.mask_id)
-    allowed = set(range(spec.vocab_size)) - set(spec.banned_ids)
+    allowed = spec.allowed_ids
     if not isinstance(known, list) or len(known) != spec.seq_len:
         raise InputError(f"known_ids must be a list of {spec.seq_len} entries")
     wrong = [item for item in known if item is not None and item not in allowed]

@@ -5,7 +5,7 @@ outside this package runs only when the user trusts it.
 """
 
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,6 +69,11 @@ class TokenModelSpec:
     recipe: Recipe = Recipe()
     display: Display | None = None
 
+    @property
+    def allowed_ids(self) -> list[int]:
+        """The token ids that can come out, ascending."""
+        return sorted(set(range(self.vocab_size)) - set(self.banned_ids))
+
 
 def policy_digest(folder: Path) -> str:
     """Digest of a policy: the bytes of its two files.
@@ -112,7 +117,7 @@ def read_spec(folder: Path) -> TokenModelSpec:
         if isinstance(value, dict)
     }
     banned = _int_tuple(spec.banned_ids, f"{path}: banned_ids")
-    spec = TokenModelSpec(**{**_shallow(spec), **parsed, "banned_ids": banned})
+    spec = replace(spec, **parsed, banned_ids=banned)
     problems = list(_contradictions(spec))
     if problems:
         raise InputError(joined_problems(f"{path}: {problem}" for problem in problems))
@@ -216,7 +221,8 @@ def check_model(model: nn.Module, spec: TokenModelSpec, path: Path) -> None:
             not finite, or ignore the visible tokens; or a row depends on its neighbour.
     """
     x = torch.full((2, spec.seq_len), spec.mask_id)
-    x[:, : spec.seq_len // 2] = min(set(range(spec.vocab_size)) - set(spec.banned_ids))
+    allowed = spec.allowed_ids
+    x[:, : spec.seq_len // 2] = allowed[0]
     labels = torch.zeros(2, dtype=torch.int64) if spec.condition else None
     try:
         logits = token_logits(model, spec, x, labels)
@@ -239,7 +245,6 @@ def check_model(model: nn.Module, spec: TokenModelSpec, path: Path) -> None:
     if spec.seq_len < 2:
         return
     changed = x.clone()
-    allowed = sorted(set(range(spec.vocab_size)) - set(spec.banned_ids))
     changed[1, 0] = allowed[-1]
     other = token_logits(model, spec, changed, labels)
     # A batched matrix product may round rows differently, so equality is up to that rounding.
@@ -272,10 +277,6 @@ def _parse(kind: type[T], content: Any, where: str) -> T:
     if problems:
         raise InputError(joined_problems(f"{where}: {problem}." for problem in problems))
     return kind(**content)
-
-
-def _shallow(spec: TokenModelSpec) -> dict[str, Any]:
-    return {f.name: getattr(spec, f.name) for f in fields(spec)}
 
 
 def _int_tuple(value: Any, where: str) -> tuple[int, ...]:
