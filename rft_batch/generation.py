@@ -33,10 +33,7 @@ from rft_batch.shards import (
 )
 from rft_batch.versions import versions
 
-# Measured on two cores: 16 to 64 samples are fastest, more fall out of the caches. On a GPU more
-# is faster until memory ends, and then the number is halved.
-_FIRST_BATCH = {"cpu": 32}
-_FIRST_GPU_BATCH = 2048
+_ANCHOR_BATCH = 32
 
 
 def generate(settings: GenerateSettings) -> dict[str, Any]:
@@ -80,7 +77,7 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
     policy = load_policy(settings.policy, settings.trust_policy_code)
     _check_prompts(prompts, policy)
     anchor = _anchor_batches(settings, policy)
-    options = {name: getattr(settings, name) for name in policy.sampling_options}
+    options = settings.family_options(policy.sampling_options, policy.family)
     sampler = policy.sampler(**options)
     policy.model.to(process.device, dtype)
     job = SampleJob(
@@ -94,7 +91,7 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         sampler=sampler,
         rewards=rewards,
         metadata={"fingerprint": fingerprint(identity), "policy": digest},
-        batch_size=settings.batch_size or _FIRST_BATCH.get(process.device, _FIRST_GPU_BATCH),
+        batch_size=settings.batch_size or policy.first_batch_size(process.device),
         max_unscored=settings.max_error_rate * len(prompts) * settings.samples_per_prompt,
     )
     if process.is_main and not (folder / "settings.json").exists():
@@ -217,12 +214,11 @@ def _anchor_batches(settings: GenerateSettings, policy: Policy) -> list[Training
     lacking = [row.where for row in rows if "completion_ids" not in row.columns]
     if lacking:
         raise InputError(f'{lacking[0]}: column "completion_ids" is missing in the anchor.')
-    size = _FIRST_BATCH["cpu"]
     return [
         policy.collate(
             [{"prompt": r.text, **r.columns, "prompt_id": r.prompt_id} for r in part],
             [SampleNoise("anchor", r.prompt_id) for r in part],
             epoch=0,
         )
-        for part in (rows[start : start + size] for start in range(0, len(rows), size))
+        for part in (rows[i : i + _ANCHOR_BATCH] for i in range(0, len(rows), _ANCHOR_BATCH))
     ]

@@ -150,54 +150,78 @@ def _completer(
         nonlocal batch_size
         samples = list(job.samples(number))
         parts: list[Completions] = []
+        places: list[int] = []
         losses: list[tuple[float, int]] = []
-        start = 0
-        while start < len(samples) and not stopping.is_set():
-            batch = samples[start : start + batch_size]
+        while len(places) < len(samples) and not stopping.is_set():
+            todo = sorted(set(range(len(samples))) - set(places))
             try:
-                part, loss = _complete_batch(job, batch)
+                for finished, part in _run_sampler(job, [samples[i] for i in todo], batch_size):
+                    own = [todo[i] for i in finished]
+                    losses.append(_own_loss(job, [samples[i] for i in own], part))
+                    parts.append(part)
+                    places += own
+                    progress.advance(len(own))
+                    if stopping.is_set():
+                        break
             except Exception as error:
                 if batch_size == 1 or not should_reduce_batch_size(error):
                     raise
                 batch_size = max(1, batch_size // 2)
                 clear_device_cache(garbage_collection=True)
                 say(f"out of memory: --batch-size {batch_size} from here on")
-                continue
-            parts.append(part)
-            losses.append(loss)
-            start += len(batch)
-            progress.advance(len(batch))
         loss_sum, loss_count = sum(s for s, _ in losses), sum(n for _, n in losses)
-        return CompletedShard(number, join_completions(parts), loss_sum, loss_count)
+        return CompletedShard(number, join_completions(parts, places), loss_sum, loss_count)
 
     return complete
 
 
-def _complete_batch(
-    job: SampleJob, batch: Sequence[tuple[Prompt, int]]
-) -> tuple[Completions, tuple[float, int]]:
-    noises = [
-        SampleNoise.for_sample(job.seed, job.round_number, prompt.prompt_id, index)
-        for prompt, index in batch
+def _run_sampler(
+    job: SampleJob, samples: Sequence[tuple[Prompt, int]], batch_size: int
+) -> Iterator[tuple[Sequence[int], Completions]]:
+    contents = [prompt.content for prompt, _ in samples]
+    return job.sampler(contents, [_noise(job, *sample) for sample in samples], batch_size)
+
+
+def _noise(job: SampleJob, prompt: Prompt, sample_index: int) -> SampleNoise:
+    return SampleNoise.for_sample(job.seed, job.round_number, prompt.prompt_id, sample_index)
+
+
+def _own_loss(
+    job: SampleJob, samples: Sequence[tuple[Prompt, int]], completions: Completions
+) -> tuple[float, int]:
+    """Sum of the policy's loss on what it wrote, and the tokens that it sums over."""
+    known = [
+        (loss, len(ids))
+        for loss, ids in zip(completions.losses, completions.ids, strict=True)
+        if loss is not None
     ]
-    completions = job.sampler([prompt.content for prompt, _ in batch], noises)
-    rows = [
-        {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "completion_ids": ids}
-        for (prompt, _), ids in zip(batch, completions.ids, strict=True)
-    ]
-    return completions, batch_loss(job.policy, job.policy.collate(rows, noises, epoch=0))
+    if known:
+        return sum(loss for loss, _ in known), sum(count for _, count in known)
+    rows, noises = [], []
+    for sample, ids, error in zip(samples, completions.ids, completions.errors, strict=True):
+        if error is None:
+            prompt = sample[0]
+            row = {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "completion_ids": ids}
+            rows.append(row)
+            noises.append(_noise(job, *sample))
+    return batch_loss(job.policy, job.policy.collate(rows, noises, epoch=0)) if rows else (0.0, 0)
 
 
 def _score_and_write(job: SampleJob, shard: CompletedShard) -> list[Score]:
     samples = list(job.samples(shard.number))
-    names = sorted({name for prompt, _ in samples for name in prompt.columns})
-    scores = score_completions(
+    errors = shard.completions.errors
+    good = [place for place, error in enumerate(errors) if error is None]
+    prompts = [samples[place][0] for place in good]
+    names = sorted({name for prompt in prompts for name in prompt.columns})
+    scored = score_completions(
         job.rewards,
-        [prompt.content for prompt, _ in samples],
-        shard.completions.texts,
-        shard.completions.ids,
-        {name: [prompt.columns.get(name) for prompt, _ in samples] for name in names},
+        [prompt.content for prompt in prompts],
+        [shard.completions.texts[place] for place in good],
+        [shard.completions.ids[place] for place in good],
+        {name: [prompt.columns.get(name) for prompt in prompts] for name in names},
     )
+    of_place = dict(zip(good, scored, strict=True))
+    scores = [of_place.get(place) or Score(None, error, ()) for place, error in enumerate(errors)]
     metadata = {
         **job.metadata,
         "shard": str(shard.number),

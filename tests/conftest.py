@@ -1,7 +1,7 @@
 """Tiny real policies, and rounds made of them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rft_batch.generation import generate
+from rft_batch.policies import Completions, Sampler, join_completions
 from rft_batch.policies.token_model import ClassCondition, Recipe, TokenModelSpec, save_policy
 from rft_batch.policies.token_transformer import TokenTransformer
 from rft_batch.selection import select
@@ -89,6 +90,14 @@ def save_tiny_policy(folder: Path, seed: int = 0, **changes: Any) -> Path:
         model.head.weight.mul_(8)  # sharper than chance, so that prompts matter
     save_policy(folder, replace(TINY, **changes), model.state_dict())
     return folder
+
+
+def run_sampler(
+    sampler: Sampler, prompts: Sequence[Any], noises: Sequence[Any], batch_size: int = 64
+) -> Completions:
+    """All completions of a sampler, each at its prompt's place."""
+    places, parts = zip(*sampler(prompts, noises, batch_size), strict=True)
+    return join_completions(parts, [place for group in places for place in group])
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_sampler
 
 from rft_batch.import_strings import import_callable
 from rft_batch.policies import load_policy
@@ -55,7 +55,7 @@ def test_the_shipped_policy_is_mediocre() -> None:
         choice_temperature=0.0, guidance_scale=1.0,
     )  # fmt: skip
     prompts = [i % 10 for i in range(100)]
-    ids = sampler(prompts, [SampleNoise("digits", i) for i in range(100)]).ids
+    ids = run_sampler(sampler, prompts, [SampleNoise("digits", i) for i in range(100)]).ids
     scores = import_callable(REWARD, "--reward")(prompts=prompts, completion_ids=ids)
     assert 0.65 < np.mean(scores) < 0.85
     assert len({tuple(x.tolist()) for x in ids}) == 100

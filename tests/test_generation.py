@@ -342,11 +342,11 @@ def test_the_batch_is_halved_when_memory_ends(
     def limited(self: MaskGITPolicy, **options: Any) -> Any:
         sample = original(self, **options)
 
-        def run(prompts: Any, noises: Any) -> Any:
-            sizes.append(len(prompts))
-            if len(prompts) > 3:
+        def run(prompts: Any, noises: Any, batch_size: int) -> Any:
+            sizes.append(batch_size)
+            if batch_size > 3:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-            return sample(prompts, noises)
+            return sample(prompts, noises, batch_size)
 
         return run
 

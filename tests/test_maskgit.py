@@ -2,6 +2,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, save_tiny_policy
+from conftest import TINY, run_sampler, save_tiny_policy
 from torch import Tensor, nn
 
 from rft_batch.errors import DataError, InputError
@@ -68,7 +69,7 @@ def unmask(
 
 
 def sampler(folder: Path, **changes: Any) -> Callable[..., Completions]:
-    return load_policy(folder).sampler(**(OPTIONS | changes))
+    return partial(run_sampler, load_policy(folder).sampler(**(OPTIONS | changes)))
 
 
 def noises(count: int, start: int = 0) -> list[SampleNoise]:
@@ -185,7 +186,7 @@ def test_logits_that_are_not_finite_stop_the_sampling(policy: Path) -> None:
     with torch.no_grad():
         loaded.model.head.bias[2] = math.nan
     with pytest.raises(DataError, match="logits at sampling step 0 are not finite"):
-        loaded.sampler(**OPTIONS)([0], noises(1))
+        run_sampler(loaded.sampler(**OPTIONS), [0], noises(1))
 
 
 def batch_of(policy: MaskGITPolicy, count: int, epoch: int = 0, prompt: Any = 1) -> Any:

@@ -1,6 +1,6 @@
-"""The README is true: its examples run, its options and its tree are those of the code.
+"""The README is true: its examples run, its tree is that of the code, and so are the options.
 
-`python tests/test_readme.py` writes the section of options anew.
+`python tests/test_readme.py` writes the options in `pipelines/README.md` anew.
 """
 
 import os
@@ -22,6 +22,8 @@ from rft_batch.cli import cli  # noqa: E402
 from rft_batch.settings import option_name  # noqa: E402
 
 README = ROOT / "README.md"
+OPTIONS = ROOT / "pipelines" / "README.md"
+PARTS = ("policies", "rewards", "settings")
 START = "<!-- options: written by `python tests/test_readme.py`, checked by the tests -->"
 END = "<!-- end of options -->"
 
@@ -54,7 +56,7 @@ def shell_lines() -> list[str]:
 
 
 def test_the_options_are_those_of_the_code() -> None:
-    written = README.read_text().split(START)[1].split(END)[0]
+    written = OPTIONS.read_text().split(START)[1].split(END)[0]
     assert written == options_section(), "run python tests/test_readme.py"
 
 
@@ -123,10 +125,9 @@ def test_the_tree_is_that_of_the_folder() -> None:
     )
     there = {
         path.name
-        for folder in ("rft_batch", "rft_batch/policies", "rft_batch/rewards", "pipelines")
+        for folder in ("rft_batch", *(f"rft_batch/{name}" for name in PARTS), "pipelines")
         for path in (ROOT / folder).iterdir()
-        if path.suffix in (".py", ".toml")
-        or (path.is_dir() and path.name in ("policies", "rewards"))
+        if path.suffix in (".py", ".toml") or (path.is_dir() and path.name in PARTS)
     } - {"__init__.py", "__main__.py"}
     assert there <= named
     assert {name for name in named if name.endswith(".py")} <= there
@@ -142,5 +143,5 @@ def test_pictures_are_there(path: str) -> None:
 
 
 if __name__ == "__main__":
-    before, rest = README.read_text().split(START)
-    README.write_text(before + START + options_section() + END + rest.split(END)[1])
+    before, rest = OPTIONS.read_text().split(START)
+    OPTIONS.write_text(before + START + options_section() + END + rest.split(END)[1])

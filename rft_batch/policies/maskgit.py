@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from rft_batch.errors import DataError, InputError
-from rft_batch.policies.protocol import Completions, Sampler, TrainingBatch
+from rft_batch.policies.protocol import Completions, Sampler, TrainingBatch, in_batches
 from rft_batch.policies.token_model import (
     TokenModelSpec,
     load_model,
@@ -50,6 +50,7 @@ class MaskGITPolicy:
         InputError: as `token_model.read_spec` and `token_model.load_model`.
     """
 
+    family: str = "maskgit"
     sampling_options: tuple[str, ...] = (
         "order",
         "steps",
@@ -107,7 +108,11 @@ class MaskGITPolicy:
             labels = np.array([prompt.class_label for prompt in encoded])
             return unmask(self.model, self.spec, x, labels, noises, **options)
 
-        return generate
+        return in_batches(generate)
+
+    def first_batch_size(self, device: str) -> int:
+        """Measured on two cores: 16 to 64 are fastest, more fall out of the caches."""
+        return 32 if device == "cpu" else 2048
 
     def collate(
         self, rows: Sequence[Mapping[str, Any]], noises: Sequence[SampleNoise], epoch: int

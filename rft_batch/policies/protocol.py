@@ -1,6 +1,6 @@
 """What a policy takes and gives: the Protocol of every family."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,18 +25,28 @@ class Completions:
     finish_reasons: list[str]
     """`stop` where it ended by itself, `length` where a limit cut it."""
     logprobs: list[float | None]
-    """Log-probability of each completion under the sampling policy, in nats."""
+    """Log-probability of each completion under the distribution it was drawn from, in nats."""
+    losses: list[float | None]
+    """The policy's own loss on each completion, summed over its tokens, in nats; None: the sampler
+    does not know it, and it is to be computed from the rows."""
+    errors: list[str | None]
+    """Why a prompt could not be completed; None where it was."""
 
 
-def join_completions(parts: Iterable[Completions]) -> Completions:
-    """Several batches of completions as one."""
+def join_completions(parts: Iterable[Completions], places: Iterable[int]) -> Completions:
+    """Several batches of completions as one, each at its place.
+
+    Args:
+        parts: the batches.
+        places: of each completion of all parts, one after the other: 0 to their number - 1.
+    """
     listed = list(parts)
-    return Completions(
-        **{
-            f.name: [item for part in listed for item in getattr(part, f.name)]
-            for f in fields(Completions)
-        }
-    )
+    order = np.argsort(list(places)).tolist()
+    columns = {
+        f.name: [item for part in listed for item in getattr(part, f.name)]
+        for f in fields(Completions)
+    }
+    return Completions(**{name: [column[i] for i in order] for name, column in columns.items()})
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,28 @@ class TrainingBatch:
     """How many tokens the loss sums over."""
 
 
-Sampler = Callable[[Sequence[Any], Sequence[SampleNoise]], Completions]
+Sampler = Callable[
+    [Sequence[Any], Sequence[SampleNoise], int], Iterator[tuple[Sequence[int], Completions]]
+]
+"""`(prompts, noises, batch_size)` -> samples as they are finished, each once, with their places."""
+
+
+def in_batches(complete: Callable[[Sequence[Any], Sequence[SampleNoise]], Completions]) -> Sampler:
+    """The sampler that completes one batch after the other.
+
+    Args:
+        complete: one completion for each prompt and its noise, all in one batch.
+    """
+
+    def sample(
+        prompts: Sequence[Any], noises: Sequence[SampleNoise], batch_size: int
+    ) -> Iterator[tuple[Sequence[int], Completions]]:
+        for start in range(0, len(prompts), batch_size):
+            places = range(len(prompts))[start : start + batch_size]
+            part = slice(start, start + batch_size)
+            yield places, complete(prompts[part], noises[part])
+
+    return sample
 
 
 class Policy(Protocol):
@@ -58,8 +89,14 @@ class Policy(Protocol):
     model: nn.Module
     display: dict[str, Any] | None
     """How a report can show a completion; None: not as a picture."""
+    family: str
+    """Its name, as in errors and manifests."""
     sampling_options: tuple[str, ...]
     """Names of the fields of `GenerateSettings` that this family's sampler takes."""
+
+    def first_batch_size(self, device: str) -> int:
+        """Samples to generate at once at first; halved when memory ends."""
+        ...
 
     def encode_prompt(self, content: Any) -> Any:
         """The prompt as the model takes it; raises InputError where it cannot."""

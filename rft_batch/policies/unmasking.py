@@ -117,6 +117,8 @@ def unmask(
         texts=[None] * len(x),
         finish_reasons=["stop"] * len(x),
         logprobs=[float(value) if has_logprob else None for value in logprobs],
+        losses=[None] * len(x),
+        errors=[None] * len(x),
     )
 
 

@@ -1,0 +1,108 @@
+"""The settings of `rft-batch generate`."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rft_batch.settings.options import Settings, name_problems, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(Settings):
+    """Settings of `rft-batch generate`."""
+
+    round_dir: Path = option(help="Folder of the round.", argument=True, identity=False)
+    policy: Path = option(help="Policy folder to sample.", identity=False, path=True)
+    prompts: Path = option(help="Prompts: a .jsonl or .parquet file.", identity=False, path=True)
+    reward: tuple[str, ...] = option(
+        (),
+        help="module:function or file.py:function; repeat it for a weighted sum.",
+        path=True,
+        identity=False,
+    )
+    reward_weight: tuple[float, ...] = option((), help="Weight of each --reward; default 1 each.")
+    samples_per_prompt: int = option(8, help="K, the samples of every prompt.", minimum=1)
+    seed: int = option(0, help="Seed of every draw.", minimum=0)
+    round_number: int | None = option(
+        None, help="Round number in the draws' keys; default: the number at ROUND's end.", minimum=0
+    )
+    into: str = option("samples", help="Folder in ROUND to write: samples, eval, ...")
+    order: str = option(
+        "random",
+        help="Order of unmasking: random samples the policy itself; confidence is for showing.",
+        choices=("random", "confidence"),
+        family=True,
+    )
+    steps: int = option(32, help="Forward passes per completion, at most.", minimum=1, family=True)
+    schedule: str = option(
+        "linear",
+        help="How the masked share falls over the steps.",
+        choices=("cosine", "linear", "square", "cubic", "root", "arccos"),
+        family=True,
+    )
+    temperature: float = option(
+        1.0, help="Temperature of the tokens; 0: likeliest.", minimum=0, family=True
+    )
+    top_k: int = option(0, help="Keep the k likeliest tokens; 0: all.", minimum=0, family=True)
+    top_p: float = option(
+        1.0,
+        help="Keep the likeliest tokens up to this mass; 1: all.",
+        above=0,
+        maximum=1,
+        family=True,
+    )
+    choice_temperature: float = option(
+        4.5, help="Noise on the confidences of --order confidence.", minimum=0, family=True
+    )
+    guidance_scale: float = option(
+        1.0, help="Classifier-free guidance u + s(c-u); 1: none.", minimum=0, family=True
+    )
+    id_column: str = option("prompt_id", help="Column of the prompts' ids.", identity=False)
+    prompt_column: str = option("prompt", help="Column of the prompts.", identity=False)
+    prompts_per_shard: int = option(
+        256, help="Prompts per shard, the unit of work and of resumption.", minimum=1
+    )
+    limit: int | None = option(
+        None,
+        help="Stop after this many prompts, rounded up to whole shards; the stage stays partial.",
+        identity=False,
+        minimum=1,
+    )
+    anchor: Path | None = option(
+        None,
+        help="Rows with completion_ids whose loss is recorded beside that of the samples.",
+        identity=False,
+        path=True,
+    )
+    max_error_rate: float = option(
+        0.1,
+        help="Share of unscored rows above which the stage fails.",
+        identity=False,
+        minimum=0,
+        maximum=1,
+    )
+    batch_size: int | None = option(
+        None, help="Samples per forward pass; default: found by itself.", identity=False, minimum=1
+    )
+    device: str = option("auto", help="auto, cpu, cuda, mps.", identity=False)
+    dtype: str = option(
+        "auto",
+        help="Of the weights; auto: bfloat16 on a GPU that has it, else float32.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    trust_policy_code: bool = option(
+        False, help="Run model code that the policy names outside rft_batch.", identity=False
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        """The name of the folder to write."""
+        yield from name_problems("into", self.into)
+
+    @property
+    def key_round(self) -> int:
+        """The round number in the draws' keys."""
+        if self.round_number is not None:
+            return self.round_number
+        digits = re.search(r"\d+$", self.round_dir.resolve().name)
+        return int(digits.group()) if digits else 0
