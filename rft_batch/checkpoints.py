@@ -47,7 +47,7 @@ def save_checkpoint(folder: Path, state: TrainingState) -> None:
         state: what to save.
     """
     contents = {
-        "model": _detached(state.model.state_dict()),
+        "model": _detached(own_tensors(state.model)),
         "optimizer": _optimizer_tensors(state),
     }
     if state.ema is not None:
@@ -105,12 +105,23 @@ def keep_newest(folder: Path, count: int) -> None:
         shutil.rmtree(folder / f"step-{step:08}")
 
 
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes: parameters that are trained, tied ones once, and buffers, by name."""
+    parameters = dict(model.named_parameters())
+    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if (parameters[name].requires_grad if name in parameters else name not in every_name)
+    }
+
+
 def ema_tensors(state: TrainingState) -> dict[str, Tensor]:
     """The averaged parameters by name, and the buffers as they are."""
     assert state.ema is not None
     names = [name for name, parameter in _averaged(state.model)]
     averaged = dict(zip(names, state.ema.shadow_params, strict=True))
-    return _detached({**state.model.state_dict(), **averaged})
+    return _detached({**own_tensors(state.model), **averaged})
 
 
 def _averaged(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
@@ -145,8 +156,9 @@ def _verified(path: Path) -> dict[str, Any] | None:
 def _restore(path: Path, plain: Mapping[str, Any], state: TrainingState) -> None:
     device = next(state.model.parameters()).device
     model = _load(path / "model.safetensors", str(device))
-    _refuse_other_tensors(path / "model.safetensors", state.model.state_dict(), model)
-    state.model.load_state_dict(model)
+    own = own_tensors(state.model)
+    _refuse_other_tensors(path / "model.safetensors", own, model)
+    state.model.load_state_dict(model, strict=False)
     parameters = dict(state.model.named_parameters())
     for name, tensor in _load(path / "optimizer.safetensors", "cpu").items():
         parameter, _, key = name.rpartition("/")
@@ -155,7 +167,7 @@ def _restore(path: Path, plain: Mapping[str, Any], state: TrainingState) -> None
         state.optimizer.state[parameters[parameter]][key] = tensor.to(slot_device)
     if state.ema is not None:
         tensors = _load(path / "ema.safetensors", str(device))
-        _refuse_other_tensors(path / "ema.safetensors", state.model.state_dict(), tensors)
+        _refuse_other_tensors(path / "ema.safetensors", own, tensors)
         state.ema.shadow_params = [tensors[name] for name, _ in _averaged(state.model)]
         state.ema.num_updates = plain["ema_updates"]
     if state.scaler is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -27,6 +28,7 @@ from rft_batch.checkpoints import (
     checkpoint_steps,
     ema_tensors,
     keep_newest,
+    own_tensors,
     restore_newest,
     save_checkpoint,
 )
@@ -80,6 +82,7 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
         return read_manifest(folder, f"rft-batch finetune {round_dir}")
 
     policy = load_policy(settings.policy, settings.trust_policy_code)
+    settings.family_options(policy.training_options, policy.family)
     with accelerator.main_process_first():
         rows = load_selected(rounds, settings.selection, folder)
     if speaks and not (folder / "settings.json").exists():
@@ -99,7 +102,7 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
             "the result stays the same, and the run goes on after its last checkpoint."
         ) from error
     if speaks:
-        raw = state.model.state_dict()
+        raw = own_tensors(state.model)
         policy.save(round_dir / "policy-raw", raw)
         policy.save(round_dir / "policy", ema_tensors(state) if state.ema is not None else raw)
         steps = read_metrics(run.metrics_path)
@@ -201,6 +204,10 @@ class _Run:
         self.metrics_path = folder / "metrics.jsonl"
         earlier = read_metrics(self.metrics_path) if self.metrics_path.exists() else []
         self.attempt = 1 + max((record["attempt"] for record in earlier), default=0)
+        lengths = [
+            pc.list_value_length(rows.data[name]) for name in ("prompt_ids", "completion_ids")
+        ]
+        self._lengths: NDArray[np.int64] = pc.add(*lengths).to_numpy()
         self._epoch_order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
         processes = accelerator.num_processes
         self.micro_batch_size = settings.micro_batch_size or -(-settings.batch_size // processes)
@@ -208,7 +215,8 @@ class _Run:
     def train(self) -> TrainingState:
         """Trains from the newest good checkpoint to the last step."""
         settings, accelerator = self.settings, self.accelerator
-        module = self.policy.model.train()
+        options = settings.family_options(self.policy.training_options, self.policy.family)
+        module = self.policy.trained(**options)
         optimizer = torch.optim.AdamW(
             decay_groups(module, settings.weight_decay), lr=settings.learning_rate
         )
@@ -295,10 +303,12 @@ class _Run:
         """This process's micro-batches of a step with their weights.
 
         Every process gets equally many, because DDP waits for all: where the rows do not go round,
-        the last of a process is a row of the step again, with weight 0.
+        the last of a process is a row of the step again, with weight 0. Within the step rows stand
+        by length, which saves padding and changes nothing: the step's loss is a sum over its rows.
         """
         processes, index = self.accelerator.num_processes, self.accelerator.process_index
-        own = numbers[index::processes]
+        by_length = numbers[np.argsort(self._lengths[numbers], kind="stable")]
+        own = by_length[index::processes]
         count = math.ceil(math.ceil(len(numbers) / processes) / self.micro_batch_size)
         parts = [
             own[i * self.micro_batch_size : (i + 1) * self.micro_batch_size] for i in range(count)

@@ -8,7 +8,7 @@ the shards that are missing. The manifest is written last, by the process that f
 existence means that the stage is complete.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,9 +75,9 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         return read_manifest(folder, "rft-batch generate")
 
     policy = load_policy(settings.policy, settings.trust_policy_code)
-    _check_prompts(prompts, policy)
-    anchor = _anchor_batches(settings, policy)
     options = settings.family_options(policy.sampling_options, policy.family)
+    _check_prompts(prompts, policy, options)
+    anchor = _anchor_batches(settings, policy, options)
     sampler = policy.sampler(**options)
     policy.model.to(process.device, dtype)
     job = SampleJob(
@@ -111,7 +111,12 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
     manifest = {
         "stage": "generate",
         "identity": identity,
-        "policy": {"path": str(settings.policy), "digest": digest, "display": policy.display},
+        "policy": {
+            "path": str(settings.policy),
+            "digest": digest,
+            "display": policy.display,
+            **policy.facts(),
+        },
         "counts": counts,
         "scores": scores,
         "own_loss": _mean_loss(map(stored_loss, job.paths)),
@@ -123,11 +128,11 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
     return manifest
 
 
-def _check_prompts(prompts: Sequence[Prompt], policy: Policy) -> None:
+def _check_prompts(prompts: Sequence[Prompt], policy: Policy, options: Mapping[str, Any]) -> None:
     problems = []
     for prompt in prompts:
         try:
-            policy.encode_prompt(prompt.content)
+            policy.encode_prompt(prompt.content, **options)
         except InputError as error:
             problems.append(f'{prompt.where}: prompt "{prompt.prompt_id}": {error}.')
     if problems:
@@ -205,20 +210,20 @@ def _mean_loss(parts: Iterable[tuple[float, int]]) -> float | None:
     return sum(sums) / sum(counts) if sum(counts) else None
 
 
-def _anchor_batches(settings: GenerateSettings, policy: Policy) -> list[TrainingBatch]:
+def _anchor_batches(
+    settings: GenerateSettings, policy: Policy, options: Mapping[str, Any]
+) -> list[TrainingBatch]:
     """The anchor's rows, with the same masks for every policy and round; none without one."""
     if settings.anchor is None:
         return []
-    rows = read_prompts(settings.anchor, settings.id_column, settings.prompt_column)
-    _check_prompts(rows, policy)
-    lacking = [row.where for row in rows if "completion_ids" not in row.columns]
-    if lacking:
-        raise InputError(f'{lacking[0]}: column "completion_ids" is missing in the anchor.')
+    rows = []
+    for prompt in read_prompts(settings.anchor, settings.id_column, settings.prompt_column):
+        try:
+            row = policy.encode_row(prompt.content, prompt.columns, **options)
+        except InputError as error:
+            raise InputError(f"--anchor {prompt.where}: {error}.") from error
+        rows.append({"prompt_id": prompt.prompt_id, **row})
     return [
-        policy.collate(
-            [{"prompt": r.text, **r.columns, "prompt_id": r.prompt_id} for r in part],
-            [SampleNoise("anchor", r.prompt_id) for r in part],
-            epoch=0,
-        )
+        policy.collate(part, [SampleNoise("anchor", row["prompt_id"]) for row in part], epoch=0)
         for part in (rows[i : i + _ANCHOR_BATCH] for i in range(0, len(rows), _ANCHOR_BATCH))
     ]

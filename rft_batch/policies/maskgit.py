@@ -61,13 +61,14 @@ class MaskGITPolicy:
         "choice_temperature",
         "guidance_scale",
     )
+    training_options: tuple[str, ...] = ()
 
     def __init__(self, folder: Path, trust_policy_code: bool = False) -> None:
         self.spec: TokenModelSpec = read_spec(folder)
         self.model: nn.Module = load_model(folder, self.spec, trust_policy_code)
         self.display = asdict(self.spec.display) if self.spec.display else None
 
-    def encode_prompt(self, content: Any) -> TokenPrompt:
+    def encode_prompt(self, content: Any, **_: Any) -> TokenPrompt:
         """A prompt's content as label and known tokens.
 
         Args:
@@ -85,6 +86,26 @@ class MaskGITPolicy:
         return TokenPrompt(
             _class_label(given.get("label"), spec), _known_ids(given.get("known_ids"), spec)
         )
+
+    def encode_row(
+        self, content: Any, columns: Mapping[str, Any], **options: Any
+    ) -> dict[str, Any]:
+        """A row for `collate` from a prompt and its column `completion_ids`.
+
+        Raises:
+            InputError: the column is missing.
+        """
+        if "completion_ids" not in columns:
+            raise InputError('column "completion_ids" is missing')
+        return {"prompt": json.dumps(content), "completion_ids": columns["completion_ids"]}
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest records besides the settings: nothing."""
+        return {}
+
+    def trained(self, **options: Any) -> nn.Module:
+        """The module to train, in train mode."""
+        return self.model.train()
 
     def sampler(self, **options: Any) -> Sampler:
         """The function that generates one completion for each prompt and its noise.

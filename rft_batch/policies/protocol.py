@@ -98,8 +98,28 @@ class Policy(Protocol):
         """Samples to generate at once at first; halved when memory ends."""
         ...
 
-    def encode_prompt(self, content: Any) -> Any:
-        """The prompt as the model takes it; raises InputError where it cannot."""
+    training_options: tuple[str, ...]
+    """Names of the fields of `FinetuneSettings` that only this family's training takes."""
+
+    def encode_prompt(self, content: Any, **options: Any) -> Any:
+        """The prompt as the model takes it; raises InputError where it cannot.
+
+        The options are those that `sampler` takes.
+        """
+        ...
+
+    def encode_row(
+        self, content: Any, columns: Mapping[str, Any], **options: Any
+    ) -> dict[str, Any]:
+        """A row for `collate` from one that was not sampled; raises InputError where it cannot."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What else the manifest is to record of the policy."""
+        ...
+
+    def trained(self, **options: Any) -> nn.Module:
+        """The module to train, in train mode; `training_options` come with their values."""
         ...
 
     def sampler(self, **options: Any) -> Sampler:
@@ -117,5 +137,5 @@ class Policy(Protocol):
         ...
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        """Publishes the policy with other weights."""
+        """Publishes the policy with other weights, those of what `trained` gave, by name."""
         ...

@@ -12,7 +12,9 @@ class FinetuneSettings(Settings):
     """Settings of `rft-batch finetune`."""
 
     round_dir: Path = option(help="Folder of the round.", argument=True, identity=False)
-    policy: Path = option(help="Policy folder to start from.", identity=False, path=True)
+    policy: Path = option(
+        help="Policy to start from: a folder, or a hub id.", identity=False, path=True
+    )
     also: tuple[Path, ...] = option(
         (),
         help="Other round whose selected rows are added; repeat it, the newest first.",
@@ -50,6 +52,20 @@ class FinetuneSettings(Settings):
         help="Decay of the averaged weights per step; 0: no averaging.",
         minimum=0,
         maximum=1,
+    )
+    packing: bool = option(
+        False, help="Put the rows of a forward pass into one, without padding.", family=True
+    )
+    gradient_checkpointing: bool = option(
+        False, help="Compute activations twice to save memory.", family=True, identity=False
+    )
+    lora_rank: int = option(0, help="Rank of LoRA adapters; 0: train all.", minimum=0, family=True)
+    lora_alpha: float = option(32.0, help="Scale of LoRA, over its rank.", above=0, family=True)
+    lora_dropout: float = option(
+        0.0, help="Dropout before LoRA adapters.", minimum=0, maximum=1, family=True
+    )
+    lora_targets: tuple[str, ...] = option(
+        (), help="Module to adapt; repeat it; default: every linear layer.", family=True
     )
     mixed_precision: str = option(
         "no", help="Autocast of the forward pass.", choices=("no", "bf16", "fp16")

@@ -13,7 +13,9 @@ class GenerateSettings(Settings):
     """Settings of `rft-batch generate`."""
 
     round_dir: Path = option(help="Folder of the round.", argument=True, identity=False)
-    policy: Path = option(help="Policy folder to sample.", identity=False, path=True)
+    policy: Path = option(
+        help="Policy to sample: a folder, or a hub id.", identity=False, path=True
+    )
     prompts: Path = option(help="Prompts: a .jsonl or .parquet file.", identity=False, path=True)
     reward: tuple[str, ...] = option(
         (),
@@ -57,6 +59,38 @@ class GenerateSettings(Settings):
     )
     guidance_scale: float = option(
         1.0, help="Classifier-free guidance u + s(c-u); 1: none.", minimum=0, family=True
+    )
+    min_p: float = option(
+        0.0,
+        help="Drop tokens less likely than this share of the likeliest; 0: none.",
+        minimum=0,
+        maximum=1,
+        family=True,
+    )
+    repetition_penalty: float = option(
+        1.0, help="Divides the logits of tokens that were written; 1: none.", above=0, family=True
+    )
+    max_new_tokens: int = option(
+        256, help="Tokens per completion, at most.", minimum=1, family=True
+    )
+    stop: tuple[str, ...] = option(
+        (), help="String that ends a completion, left out of its text; repeat it.", family=True
+    )
+    system: str | None = option(
+        None, help="System message before the messages of every prompt.", family=True
+    )
+    chat: bool = option(False, help="Take a text prompt as the message of a user.", family=True)
+    chat_template_arguments: str | None = option(
+        None, help="JSON object for the chat template.", family=True
+    )
+    engine: str = option(
+        "transformers",
+        help="What runs a language model.",
+        choices=("transformers", "vllm"),
+        family=True,
+    )
+    engine_arguments: str | None = option(
+        None, help="JSON object for vLLM's LLM, such as its tensor_parallel_size.", family=True
     )
     id_column: str = option("prompt_id", help="Column of the prompts' ids.", identity=False)
     prompt_column: str = option("prompt", help="Column of the prompts.", identity=False)

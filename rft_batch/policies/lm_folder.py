@@ -1,0 +1,135 @@
+"""A language model's folder: found on disk or on the hub, loaded whole, and exported.
+
+What is exported loads with plain `AutoModelForCausalLM.from_pretrained`: tokenizer, chat template
+and generation config are the files of the folder it came from, byte for byte.
+"""
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft_batch.errors import InputError
+from rft_batch.files import file_digest, publish_folder, text_digest
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
+_CONFIGS = ("config.json", "adapter_config.json")
+# All that decides what a model writes; a folder's README and pictures do not.
+_SUFFIXES = {".json", ".safetensors", ".jinja", ".model", ".txt", ".py"}
+_WEIGHTS = re.compile(r".*\.safetensors(\.index\.json)?")
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether it can be a model of the hub: `owner/name`, or `owner/name@revision`."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
+def locate(policy: Path) -> Path:
+    """The folder of a policy; one that is not on this machine is fetched from the hub.
+
+    Args:
+        policy: a folder, or a hub id with or without `@revision`.
+
+    Raises:
+        InputError: it is neither, or cannot be fetched.
+    """
+    if policy.is_dir() or not is_hub_id(str(policy)):
+        return policy
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = str(policy).partition("@")
+    patterns = [f"*{suffix}" for suffix in sorted(_SUFFIXES)]
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+    except Exception as error:  # the hub's client raises a dozen kinds
+        raise InputError(
+            f"policy {policy}: there is no such folder, and it cannot be fetched from the hub: "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def is_language_model(folder: Path) -> bool:
+    """Whether a folder is one that transformers can load."""
+    return any((folder / name).is_file() for name in _CONFIGS)
+
+
+def language_model_digest(folder: Path) -> str:
+    """Digest of names and bytes of the files that decide what the model writes."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
+    return text_digest("\n".join(f"{path.name} {file_digest(path)}" for path in files))
+
+
+def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]:
+    """Model and tokenizer of a folder, the model on the CPU, in float32 and eval mode.
+
+    Args:
+        folder: with `config.json`, safetensors and a tokenizer.
+        trust_code: whether Python files of the folder may run.
+
+    Raises:
+        InputError: there are no safetensors, weights are missing or left over, the code is not
+            trusted, or the model keeps another state than keys and values.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=trust_code,
+            output_loading_info=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_code)
+    except Exception as error:  # transformers raises what its many parts raise
+        hint = (
+            "" if trust_code else " If it has code of its own that you trust: --trust-policy-code."
+        )
+        raise InputError(
+            f"policy {folder}: cannot be loaded: {type(error).__name__}: "
+            f"{' '.join(str(error).split()):.300}.{hint}"
+        ) from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, info.get(kind, ()))):
+            raise InputError(
+                f"policy {folder}: {kind.replace('_', ' ')}: {', '.join(names[:5])}"
+                f"{' ...' if len(names) > 5 else ''}. Its weights are not those of its "
+                "config.json, and a model with parameters drawn at random would write noise."
+            )
+    if getattr(model, "_is_stateful", False):
+        raise InputError(
+            f"policy {folder}: {type(model).__name__} keeps a recurrent state, and only "
+            "models whose state is keys and values are supported."
+        )
+    return model.eval(), tokenizer
+
+
+def export_language_model(
+    folder: Path, source: Path, model: nn.Module, tensors: Mapping[str, Tensor]
+) -> None:
+    """Publishes a folder like `source` with other weights, whole or not at all.
+
+    Args:
+        folder: its final name.
+        source: where the model came from.
+        model: transformers model, for its configuration and the names of its parameters.
+        tensors: by the model's own names; of tied ones the first name counts.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    tied = model.state_dict().keys() - names - {name for name, _ in model.named_buffers()}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in tied}
+
+    def write(temporary: Path) -> None:
+        model.save_pretrained(temporary, state_dict=kept)  # type: ignore[operator]
+        for path in sorted(source.iterdir()):
+            is_config = path.name == "config.json"
+            if path.suffix in _SUFFIXES and not is_config and not _WEIGHTS.fullmatch(path.name):
+                shutil.copyfile(path, temporary / path.name)
+
+    publish_folder(folder, write)
