@@ -42,6 +42,7 @@ def test_the_best_k_of_every_prompt_are_flagged(sampled: Path) -> None:
         "prompts": 7,
         "prompts_with_fewer": 0,
         "prompts_with_none": 0,
+        "prompts_without_spread": 0,
     }
     assert manifest["reasons"] == {"top_k": 14, "below_top_k": 14}
 
