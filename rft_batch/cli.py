@@ -58,9 +58,11 @@ class ConfiguredCommand(click.Command):
         known = {p.name for p in self.params if isinstance(p, click.Option) and p.name != "config"}
         for where, part in (("", plain), *((f".{k}", v) for k, v in variants.items())):
             _refuse_unknown(part, known, f"{path}: [{self.name}{where}]")
-        paths = {p.name for p in self.params if getattr(p, "relative_to_config", False)}
+        paths = {p.name: p for p in self.params if getattr(p, "relative_to_config", False)}
         return {
-            key: _from_folder(value, path.parent) if key in paths else value
+            key: _from_folder(value, path.parent, isinstance(paths[key].type, click.Path))
+            if key in paths
+            else value
             for key, value in plain.items()
         }
 
@@ -172,12 +174,12 @@ def _refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> No
             raise InputError(f'{where} has the unknown key "{name}".{hint}')
 
 
-def _from_folder(value: Any, folder: Path) -> Any:
+def _from_folder(value: Any, folder: Path, is_path: bool) -> Any:
     """A relative path, or the relative file of an import string, as seen from the file's folder."""
     if isinstance(value, list):
-        return [_from_folder(item, folder) for item in value]
-    is_module = isinstance(value, str) and ":" in value and ".py:" not in value
-    return value if is_module or not isinstance(value, str) else str(folder / value)
+        return [_from_folder(item, folder, is_path) for item in value]
+    is_file = isinstance(value, str) and (is_path or ".py:" in value)
+    return str(folder / value) if is_file else value
 
 
 @cli.add_command
@@ -219,12 +221,16 @@ def select_command(settings: SelectSettings) -> None:
     manifest = select(settings)
     counts = manifest["counts"]
     click.echo(figures_table({**counts, **manifest["reasons"]}))
+    if settings.dry_run:
+        click.echo("Dry run: nothing was written.")
     if not counts["selected"]:
         click.echo("Warning: nothing is selected; finetune will refuse it.", err=True)
-    elif counts["prompts_with_fewer"] or counts["prompts_with_none"]:
+    # Under --scope global a prompt may have as many as its samples deserve.
+    elif settings.scope == "prompt" and counts["prompts_with_fewer"] + counts["prompts_with_none"]:
         click.echo(
             f"Warning: {counts['prompts_with_fewer']} prompts have fewer than "
-            f"{settings.top_k} samples to keep and {counts['prompts_with_none']} have none.",
+            f"{settings.top_k_of_prompt} samples to keep and {counts['prompts_with_none']} "
+            "have none.",
             err=True,
         )
 

@@ -38,7 +38,12 @@ from rft_batch.metrics import append_metrics, read_metrics
 from rft_batch.policies import Policy, TrainingBatch, load_policy, policy_digest
 from rft_batch.progress import Progress, say
 from rft_batch.randomness import SampleNoise, Stream
-from rft_batch.selected_rows import count_selected, load_selected, selection_digest
+from rft_batch.selected_rows import (
+    count_selected,
+    load_selected,
+    over_limit_left_out,
+    selection_digest,
+)
 from rft_batch.settings import FinetuneSettings, refuse_other_identity
 from rft_batch.shards import read_manifest
 from rft_batch.versions import versions
@@ -84,7 +89,7 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
     policy = load_policy(settings.policy, settings.trust_policy_code)
     settings.family_options(policy.training_options, policy.family)
     with accelerator.main_process_first():
-        rows = load_selected(rounds, settings.selection, folder)
+        rows = load_selected(rounds, settings.selection, folder, settings.max_per_prompt)
     if speaks and not (folder / "settings.json").exists():
         publish_json(folder / "settings.json", identity)
     run = _Run(settings, accelerator, policy, rows, folder)
@@ -106,6 +111,10 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
         policy.save(round_dir / "policy-raw", raw)
         policy.save(round_dir / "policy", ema_tensors(state) if state.ema is not None else raw)
         steps = read_metrics(run.metrics_path)
+        over_limit = over_limit_left_out(
+            rounds, settings.selection, folder, settings.max_per_prompt
+        )
+        selected = count_selected(rounds, settings.selection)
         last_epoch = [s["loss"] for s in steps if s["epoch"] == steps[-1]["epoch"]]
         manifest = {
             "stage": "finetune",
@@ -113,7 +122,8 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
             "policy": {"path": str(settings.policy), "digest": digest},
             "counts": {
                 "rows": len(rows),
-                "repeats_left_out": count_selected(rounds, settings.selection) - len(rows),
+                "repeats_left_out": selected - len(rows) - over_limit,
+                "over_limit_left_out": over_limit,
                 "steps": state.step,
                 "skipped_steps": sum(s["skipped"] for s in steps),
                 "attempts": run.attempt,

@@ -53,6 +53,15 @@ def import_callable(reference: str, option: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of some keyword arguments that a function takes: all if it takes `**others`."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return arguments
+    named = {parameter.name for parameter in parameters}
+    return {name: value for name, value in arguments.items() if name in named}
+
+
 def source_digest(function: Callable[..., Any]) -> str:
     """Digest of the file that defines `function`; empty where there is no such file."""
     try:

@@ -19,6 +19,11 @@ _COUNTER_SIZE = 1 << 256
 # as drawing about a thousand words.
 _SPAN_WORDS = 2048
 
+# The constants of Philox 4x64-10 (Salmon et al. 2011, section 3.3, and the code of Random123).
+_PHILOX_ROUNDS = 10
+_PHILOX_MULTIPLIER = (np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157))
+_PHILOX_WEYL = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B))
+
 
 class Stream(IntEnum):
     """What a draw is for; the streams of one sample are independent of each other.
@@ -48,8 +53,8 @@ class SampleNoise:
     """
 
     def __init__(self, *identity: str | int) -> None:
-        digest = hashlib.blake2b(repr(("rft1", *identity)).encode(), digest_size=16).digest()
-        self._philox = np.random.Philox(key=np.frombuffer(digest, dtype="<u8"), counter=[0] * 4)
+        key = np.frombuffer(_key(identity), dtype="<u8")
+        self._philox = np.random.Philox(key=key, counter=[0] * 4)
         self._position = 0
 
     @classmethod
@@ -112,6 +117,50 @@ class SampleNoise:
     def uniform(self, stream: Stream, step: int) -> float:
         """One uniform in the open interval (0, 1)."""
         return float(unit_uniform(self.words(stream, step, 1))[0])
+
+
+def first_words(
+    seed: int,
+    round_number: int,
+    prompt_ids: Sequence[str],
+    sample_indexes: Sequence[int],
+    stream: Stream,
+) -> NDArray[np.uint64]:
+    """The first word at step 0 of a stream of each of many samples, `[samples]` uint64.
+
+    What `SampleNoise.for_sample(...).words(stream, 0, 1)` gives, eight times as fast: numpy's
+    generator costs microseconds to set up for one word, so its rounds are done here for all.
+    """
+    digests = b"".join(
+        _key((seed, round_number, prompt_id, index))
+        for prompt_id, index in zip(prompt_ids, sample_indexes, strict=True)
+    )
+    keys = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+    key0, key1 = keys[:, 0].copy(), keys[:, 1].copy()
+    # numpy counts up before it draws, so the first block has the lowest word of its counter at 1.
+    x0, x1, x2, x3 = (np.full(len(keys), word, dtype=np.uint64) for word in (1, stream, 0, 0))
+    for number in range(_PHILOX_ROUNDS):
+        if number:
+            key0 += _PHILOX_WEYL[0]
+            key1 += _PHILOX_WEYL[1]
+        high0, low0 = _product(x0, _PHILOX_MULTIPLIER[0])
+        high1, low1 = _product(x2, _PHILOX_MULTIPLIER[1])
+        x0, x1, x2, x3 = high1 ^ x1 ^ key0, low1, high0 ^ x3 ^ key1, low0
+    return x0
+
+
+def _product(a: NDArray[np.uint64], b: np.uint64) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """High and low word of a product of 64-bit words, by halves of 32 bits."""
+    half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a_high, a_low, b_high, b_low = a >> half, a & mask, b >> half, b & mask
+    middle = a_high * b_low + (a_low * b_low >> half)
+    carried = a_low * b_high + (middle & mask)
+    return a_high * b_high + (middle >> half) + (carried >> half), a * b
+
+
+def _key(identity: Sequence[str | int]) -> bytes:
+    """The 16 bytes that key the generator of an identity."""
+    return hashlib.blake2b(repr(("rft1", *identity)).encode(), digest_size=16).digest()
 
 
 def unit_uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -52,14 +52,18 @@ FLAGS = pa.schema(
 """One row for each row of the sample shard of the same name, in the same order."""
 
 REASONS = {
-    "top_k": "kept: among the best of its prompt",
+    "top_k": "kept: among the best of its prompt, or of the round under --scope global",
     "random": "kept: drawn by --strategy random",
-    "below_top_k": "left out: others of its prompt scored higher",
+    "below_top_k": "left out: others scored higher",
     "not_drawn": "left out: --strategy random drew others",
     "below_min_score": "left out: score below --min-score",
+    "duplicate": "left out: another sample of its prompt has its key under --distinct-by",
+    "banned": "left out: --distinct-by gave it no key",
     "truncated": "left out: cut off by a limit",
+    "no_spread": "left out: all scores of its prompt are equal, --drop-no-spread",
+    "too_easy": "left out: more of its prompt pass than --max-pass-rate allows",
     "not_scored": "left out: it has no finite score",
 }
-"""What the column `reason` says, in the order of the closing table."""
+"""What the column `reason` says, in the order of the closing table and of `ranking.Reason`."""
 
 KEPT_REASONS = frozenset({"top_k", "random"})

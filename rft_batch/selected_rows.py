@@ -7,16 +7,25 @@ another selection cannot be answered from an old file.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from rft_batch.errors import DataError
 from rft_batch.files import file_digest, publish
+from rft_batch.ranking import places
 from rft_batch.schema import SAMPLES
 from rft_batch.settings import fingerprint
-from rft_batch.shards import manifest_shards, read_columns, read_manifest, read_rows, shard_info
+from rft_batch.shards import (
+    ids_as_bytes,
+    manifest_shards,
+    read_columns,
+    read_manifest,
+    read_rows,
+    samples_folder,
+    shard_info,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,6 +37,7 @@ _SCHEMA = pa.schema(
         pa.field("round_number", pa.int32(), nullable=False),
     ]
 )
+_OVER_LIMIT = "rft_batch.over_limit_left_out"
 COLUMNS = _SCHEMA.names
 """What training needs of a sample; `round_number` is that of the draws' keys."""
 
@@ -48,7 +58,9 @@ def count_selected(rounds: Sequence[Path], selection: str) -> int:
     return sum(count["selected"] for count in counts)
 
 
-def load_selected(rounds: Sequence[Path], selection: str, cache_dir: Path) -> "Dataset":
+def load_selected(
+    rounds: Sequence[Path], selection: str, cache_dir: Path, max_per_prompt: int | None = None
+) -> "Dataset":
     """The selected rows of some rounds, in the order of rounds, shards and rows.
 
     A completion that a prompt has in several rounds is taken from the first of them alone.
@@ -57,6 +69,8 @@ def load_selected(rounds: Sequence[Path], selection: str, cache_dir: Path) -> "D
         rounds: one round, or several, the newest first.
         selection: their folder of flags.
         cache_dir: where the Arrow file is kept.
+        max_per_prompt: how many rows a prompt may have in all rounds together: those with the
+            highest scores, ties by round as given, then by sample index. None: all.
 
     Returns:
         A dataset of `COLUMNS`, memory-mapped.
@@ -67,16 +81,38 @@ def load_selected(rounds: Sequence[Path], selection: str, cache_dir: Path) -> "D
     """
     from datasets import Dataset
 
-    path = cache_dir / f"selected-{selection_digest(rounds, selection)}.arrow"
+    path = _arrow_path(rounds, selection, cache_dir, max_per_prompt)
     if not path.exists():
         tables = _without_repeats([_round_table(folder, selection) for folder in rounds])
-        if not sum(map(len, tables)):
+        count = sum(map(len, tables))
+        if not count:
             raise DataError(
                 f"{rounds[0] / selection}: nothing is selected, so there is nothing to train on. "
                 "Select with a lower --min-score, or generate more samples."
             )
-        publish(path, lambda temporary: _write_arrow(temporary, tables))
+        if max_per_prompt is not None:
+            tables = _at_most(tables, max_per_prompt)
+        metadata = {_OVER_LIMIT: str(count - sum(map(len, tables)))}
+        publish(path, lambda temporary: _write_arrow(temporary, tables, metadata))
     return Dataset.from_file(str(path))
+
+
+def over_limit_left_out(
+    rounds: Sequence[Path], selection: str, cache_dir: Path, max_per_prompt: int | None
+) -> int:
+    """How many rows `load_selected` of the same arguments left out because of the limit."""
+    path = _arrow_path(rounds, selection, cache_dir, max_per_prompt)
+    with pa.OSFile(str(path)) as source, pa.ipc.open_stream(source) as stream:
+        return int(stream.schema.metadata[_OVER_LIMIT.encode()])
+
+
+def _arrow_path(
+    rounds: Sequence[Path], selection: str, cache_dir: Path, max_per_prompt: int | None
+) -> Path:
+    digest = selection_digest(rounds, selection)
+    if max_per_prompt is not None:
+        digest = fingerprint({"rows": digest, "max_per_prompt": max_per_prompt})
+    return cache_dir / f"selected-{digest}.arrow"
 
 
 def _without_repeats(tables: Sequence[pa.Table]) -> list[pa.Table]:
@@ -86,19 +122,33 @@ def _without_repeats(tables: Sequence[pa.Table]) -> list[pa.Table]:
     seen: set[tuple[str, bytes]] = set()
     kept = []
     for table in tables:
-        ids = table["completion_ids"].to_pylist()
-        keys = [
-            (prompt_id, np.array(row, dtype=np.int32).tobytes())
-            for prompt_id, row in zip(table["prompt_id"].to_pylist(), ids, strict=True)
-        ]
+        ids = ids_as_bytes(table["completion_ids"]).to_pylist()
+        keys = list(zip(table["prompt_id"].to_pylist(), ids, strict=True))
         kept.append(table.filter(pa.array([key not in seen for key in keys], type=pa.bool_())))
         seen.update(keys)
     return kept
 
 
+def _at_most(tables: Sequence[pa.Table], max_per_prompt: int) -> list[pa.Table]:
+    """The rows of some rounds that are among the best of their prompt in all of them."""
+    columns = pa.concat_tables(
+        [table.select(["prompt_id", "score", "sample_index"]) for table in tables]
+    )
+    group = columns["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()
+    starts = np.cumsum([0, *map(len, tables)])
+    place = places(
+        group,
+        -columns["score"].to_numpy(),
+        np.repeat(np.arange(len(tables)), np.diff(starts)),
+        columns["sample_index"].to_numpy(),
+    )
+    kept = np.split(place < max_per_prompt, starts[1:-1])
+    return [table.filter(pa.array(rows)) for table, rows in zip(tables, kept, strict=True)]
+
+
 def _round_table(round_dir: Path, selection: str) -> pa.Table:
-    samples, flags = round_dir / "samples", round_dir / selection
     made_samples, made_flags = _manifests(round_dir, selection)
+    samples, flags = round_dir / samples_folder(made_flags), round_dir / selection
     pairs = zip(
         manifest_shards(samples, made_samples),
         made_samples["shards"],
@@ -127,14 +177,27 @@ def _round_table(round_dir: Path, selection: str) -> pa.Table:
     return table.append_column(_SCHEMA.field("round_number"), pa.array(numbers, type=pa.int32()))
 
 
-def _manifests(round_dir: Path, selection: str) -> tuple[dict, dict]:  # type: ignore[type-arg]
-    return (
-        read_manifest(round_dir / "samples", f"rft-batch generate {round_dir}"),
-        read_manifest(round_dir / selection, f"rft-batch select {round_dir} --into {selection}"),
+def _manifests(round_dir: Path, selection: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was recorded of the samples that were selected from, and of their flags."""
+    made_flags = read_manifest(
+        round_dir / selection, f"rft-batch select {round_dir} --into {selection}"
     )
+    folder = round_dir / samples_folder(made_flags)
+    made_part: dict[str, Any] | None = made_flags.get("partial_samples")
+    if made_part is not None and not (folder / "manifest.json").exists():
+        return made_part, made_flags
+    made_samples = read_manifest(folder, f"rft-batch generate {round_dir}")
+    if made_part is not None and made_part["shards"] != made_samples["shards"]:
+        raise DataError(
+            f"{round_dir / selection}: selected from {len(made_part['shards'])} of "
+            f"{len(made_samples['shards'])} shards, before the samples were complete. "
+            f"Remove {round_dir / selection} and run rft-batch select again."
+        )
+    return made_samples, made_flags
 
 
-def _write_arrow(path: Path, tables: Sequence[pa.Table]) -> None:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
+def _write_arrow(path: Path, tables: Sequence[pa.Table], metadata: dict[str, str]) -> None:
+    schema = _SCHEMA.with_metadata(metadata)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for table in tables:
-            writer.write_table(table.cast(_SCHEMA))
+            writer.write_table(table.cast(schema))

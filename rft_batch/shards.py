@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rft_batch.errors import DataError
 from rft_batch.files import file_digest, publish, read_json
 from rft_batch.schema import FLAGS, SAMPLES, SCHEMA_VERSION
+from rft_batch.settings.options import name_problems
 
 _PREFIX = "rft_batch."
 # Larger groups gain nothing and only raise what one row costs to read.
@@ -128,6 +129,19 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
         return _checked(path, lambda: file.read(list(columns)))
 
 
+def ids_as_bytes(ids: pa.ChunkedArray) -> pa.LargeBinaryArray:
+    """The bytes of each list of token ids, which Arrow can compare and encode where lists cannot.
+
+    Args:
+        ids: `[rows]` of list<int32>.
+    """
+    lists = ids.combine_chunks()
+    values = lists.values
+    starts = (lists.offsets.to_numpy().astype(np.int64) + values.offset) * values.type.byte_width
+    buffers = [None, pa.py_buffer(starts), values.buffers()[1]]
+    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lists), buffers)
+
+
 def read_rows(path: Path, row_numbers: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
     """Some rows of a shard; only the row groups that hold them are read.
 
@@ -162,14 +176,31 @@ def unfinished_shards(folder: Path, fingerprint: str, count: int) -> list[int]:
     missing = []
     for number in range(count):
         path = folder / shard_name(number)
-        if not path.exists():
+        if path.exists():
+            _check_fingerprint(path, fingerprint)
+        else:
             missing.append(number)
-        elif (found := shard_info(path).metadata.get("fingerprint")) != fingerprint:
-            raise DataError(
-                f"{path}: made with other settings (fingerprint {found}, these are {fingerprint}). "
-                "Move it away, or write to another folder."
-            )
     return missing
+
+
+def finished_shards(folder: Path, fingerprint: str) -> list[Path]:
+    """The shards that are there, of a stage that need not be complete.
+
+    Raises:
+        DataError: one is damaged, or was made with other settings.
+    """
+    paths = sorted(folder.glob("shard-*.parquet"))
+    for path in paths:
+        _check_fingerprint(path, fingerprint)
+    return paths
+
+
+def _check_fingerprint(path: Path, fingerprint: str) -> None:
+    if (found := shard_info(path).metadata.get("fingerprint")) != fingerprint:
+        raise DataError(
+            f"{path}: made with other settings (fingerprint {found}, these are {fingerprint}). "
+            "Move it away, or write to another folder."
+        )
 
 
 def shard_entries(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -200,6 +231,19 @@ def read_manifest(folder: Path, make_it: str) -> dict[str, Any]:
         raise DataError(f"{path}: not found, so this stage is not complete. Run {make_it}.")
     manifest: dict[str, Any] = read_json(path)
     return manifest
+
+
+def samples_folder(manifest: Mapping[str, Any]) -> str:
+    """Name of the folder in the round whose samples a manifest of flags is of.
+
+    Raises:
+        DataError: it leads out of the round.
+    """
+    # Manifests that were made before there was a choice do not say it.
+    name = manifest.get("samples", "samples")
+    if not isinstance(name, str) or any(name_problems("samples", name)):
+        raise DataError(f"{name!r} in a manifest of flags is not the name of a folder of samples.")
+    return name
 
 
 def manifest_shards(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:

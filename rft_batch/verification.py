@@ -12,7 +12,7 @@ from rft_batch.policies import policy_digest
 from rft_batch.ranking import UNRANKED, rank_samples
 from rft_batch.schema import FLAGS, KEPT_REASONS, SAMPLES
 from rft_batch.settings import fingerprint
-from rft_batch.shards import read_columns, shard_info
+from rft_batch.shards import read_columns, samples_folder, shard_info
 
 
 def verify_round(round_dir: Path) -> tuple[list[str], int]:
@@ -97,8 +97,9 @@ def _sample_problems(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
 
 def _flag_problems(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
     """Flags that stand row for row beside their samples, and agree with their reasons."""
+    samples = folder.parent / samples_folder(manifest)
     for entry in manifest["shards"]:
-        path, beside = folder / entry["name"], folder.parent / "samples" / entry["name"]
+        path, beside = folder / entry["name"], samples / entry["name"]
         if not beside.is_file() or shard_info(path).metadata["samples"] != file_digest(beside):
             yield f"{path}: its flags belong to other samples than {beside}."
             continue

@@ -6,14 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import settings as hypothesis_settings
 
+from rft_batch.files import publish_json
 from rft_batch.generation import generate
 from rft_batch.policies import Completions, Sampler, join_completions
 from rft_batch.policies.token_model import ClassCondition, Recipe, TokenModelSpec, save_policy
 from rft_batch.policies.token_transformer import TokenTransformer
+from rft_batch.ranking import UNRANKED, rank_samples
+from rft_batch.schema import SAMPLES
 from rft_batch.selection import select
 from rft_batch.settings import (
     FinetuneSettings,
@@ -21,10 +27,16 @@ from rft_batch.settings import (
     InspectSettings,
     ReportSettings,
     SelectSettings,
+    fingerprint,
 )
+from rft_batch.shards import shard_entries, shard_name, write_samples
 
 # Threads that wait for each other cost more than these small matrices do.
 torch.set_num_threads(1)
+
+# The same examples in every run, and no folder of earlier ones.
+hypothesis_settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+hypothesis_settings.load_profile("fixed")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,6 +65,16 @@ TINY = TokenModelSpec(
     condition=ClassCondition(num_classes=3, null_class=3),
     recipe=Recipe(condition_dropout=0.1),
 )
+
+_ROW = {
+    "prompt": "q",
+    "prompt_ids": [],
+    "completion": None,
+    "completion_ids": [],
+    "finish_reason": "stop",
+    "reward_terms": [],
+    "logprob": None,
+}
 
 REWARD = '''"""How many of a completion's tokens are the asked class."""
 
@@ -175,3 +197,54 @@ def reward_file(tmp_path: Path) -> Callable[[str], str]:
         return f"{tmp_path / 'user_reward.py'}:reward"
 
     return write
+
+
+def made_round(round_dir: Path, shards: list[list[dict[str, Any]]], into: str = "samples") -> Path:
+    """A round of samples whose scores, texts and token ids are given.
+
+    Args:
+        round_dir: the round.
+        shards: the rows of each shard, by prompt; of a row `prompt_id`, `sample_index` and `score`
+            must be there.
+        into: the folder of samples.
+    """
+    paths = []
+    identity = {
+        "round_number": 1,
+        "samples_per_prompt": len({r["sample_index"] for r in shards[0]}),
+    }
+    for number, given in enumerate(shards):
+        rows = [{**_ROW, "score_error": "bad" if r["score"] is None else None, **r} for r in given]
+        score = np.array([row["score"] for row in rows], dtype=np.float32)
+        index = np.array([row["sample_index"] for row in rows], dtype=np.int32)
+        prompt_ids = [row["prompt_id"] for row in rows]
+        _, group = np.unique(prompt_ids, return_inverse=True)
+        for row, rank in zip(rows, rank_samples(group, score, index).tolist(), strict=True):
+            row["rank"] = None if rank == UNRANKED else rank
+        path = round_dir / into / shard_name(number)
+        metadata = {"fingerprint": fingerprint(identity), "shard": str(number)}
+        write_samples(path, pa.Table.from_pylist(rows, schema=SAMPLES), metadata)
+        paths.append(path)
+    prompts = {row["prompt_id"] for rows in shards for row in rows}
+    manifest = {
+        "stage": "generate",
+        "identity": identity,
+        "counts": {"prompts": len(prompts)},
+        "shards": shard_entries(paths),
+    }
+    publish_json(round_dir / into / "settings.json", identity)
+    publish_json(round_dir / into / "manifest.json", manifest)
+    return round_dir
+
+
+def scored(prompt_id: str, *scores: float | None, **columns: list[Any]) -> list[dict[str, Any]]:
+    """The rows of a prompt, one for each score; other columns by name, a value for each."""
+    return [
+        {
+            "prompt_id": prompt_id,
+            "sample_index": index,
+            "score": score,
+            **{name: values[index] for name, values in columns.items()},
+        }
+        for index, score in enumerate(scores)
+    ]

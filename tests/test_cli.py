@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import COMMANDS, ROOT, save_tiny_policy
+from conftest import COMMANDS, ROOT, made_round, save_tiny_policy, scored
 
 from rft_batch import cli
 from rft_batch.settings import option_name
@@ -83,6 +83,38 @@ def test_an_empty_selection_warns_and_stops_the_next_stage(
     code, _, err = run("finetune", arguments[1], "--policy", policy)
     assert code == 3
     assert err.startswith(f"Error: {arguments[1]}/selection: nothing is selected, so there is")
+
+
+def test_a_dry_run_shows_the_table_alone(run: Run, tmp_path: Path) -> None:
+    round_dir = made_round(tmp_path, [[*scored("a", 1, 2), *scored("b", 1, 1)]])
+    code, out, err = run("select", round_dir, "--scope", "global", "--top-k", 1, "--dry-run")
+    assert (code, err) == (0, "")
+    assert [line.split() for line in out.splitlines()] == [
+        ["samples", "4"],
+        ["selected", "1"],
+        ["prompts", "2"],
+        ["prompts", "with", "none", "1"],
+        ["prompts", "without", "spread", "1"],
+        ["top", "k", "1"],
+        ["below", "top", "k", "3"],
+        ["Dry", "run:", "nothing", "was", "written."],
+    ]
+    assert not (round_dir / "selection").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "recorded"), [("keys.py:key", "keys.py:key"), ("completion", "completion")]
+)
+def test_a_key_function_is_found_from_the_file_of_settings(
+    run: Run, tmp_path: Path, value: str, recorded: str
+) -> None:
+    (tmp_path / "keys.py").write_text("def key(prompt_id):\n    return prompt_id\n")
+    (tmp_path / "mine.toml").write_text(f'[select]\ndistinct_by = "{value}"\n')
+    round_dir = made_round(tmp_path / "round-1", [scored("a", 1, 2)])
+    code, out, err = run("select", round_dir, "--config", tmp_path / "mine.toml")
+    assert code == 0, err
+    assert out.split()[-2:] == ["duplicate", "1"]
+    assert identity(round_dir, "selection")["distinct_by"]["name"] == recorded
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -32,6 +32,14 @@ def training(selected: Path, policy: Path) -> FinetuneSettings:
     )
 
 
+def test_rows_of_a_prompt_can_be_limited(training: FinetuneSettings) -> None:
+    manifest = finetune(replace(training, max_per_prompt=1))
+    counts = manifest["counts"]
+    assert (counts["rows"], counts["repeats_left_out"], counts["over_limit_left_out"]) == (7, 0, 7)
+    with pytest.raises(InputError, match="max_per_prompt: recorded 1, now None"):
+        finetune(training)
+
+
 def weights(round_dir: Path, name: str = "policy") -> dict[str, torch.Tensor]:
     return load_file(round_dir / name / "model.safetensors")
 
@@ -53,6 +61,7 @@ def test_the_result_is_a_policy_that_generate_reads(
     assert manifest["counts"] == {
         "rows": 14,
         "repeats_left_out": 0,
+        "over_limit_left_out": 0,
         "steps": 6,
         "skipped_steps": 0,
         "attempts": 1,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rft_batch.randomness import SampleNoise, Stream, gumbel, unit_uniform
+from rft_batch.randomness import SampleNoise, Stream, first_words, gumbel, unit_uniform
 
 GOLDEN_TOKENS = [9720325118924289100, 2890192296630266906, 13886470230384321824]
 GOLDEN_ORDER = [6009695295811226296, 6852115517394200949]
@@ -81,3 +81,15 @@ def test_permutations_are_uniform_over_the_first_place() -> None:
     draws = 6_000
     first = [SampleNoise("p", i).permutation(Stream.ORDER, 0, 6)[0] for i in range(draws)]
     assert (abs(np.bincount(first, minlength=6) - 1000) < 5 * np.sqrt(draws / 6 * 5 / 6)).all()
+
+
+def test_first_words_are_those_of_each_sample_alone() -> None:
+    ids, indexes = [f"prompt {i}é" for i in range(200)], list(range(200))
+    for stream in Stream:
+        found = first_words(7, 3, ids, indexes, stream)
+        single = [
+            SampleNoise.for_sample(7, 3, prompt_id, index).words(stream, 0, 1)[0]
+            for prompt_id, index in zip(ids, indexes, strict=True)
+        ]
+        assert found.tolist() == [int(word) for word in single]
+    assert len(first_words(0, 0, [], [], Stream.SELECTION)) == 0

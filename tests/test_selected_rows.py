@@ -1,13 +1,21 @@
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from conftest import made_round, scored
 
 from rft_batch.errors import DataError
 from rft_batch.generation import generate
-from rft_batch.selected_rows import COLUMNS, count_selected, load_selected, selection_digest
+from rft_batch.selected_rows import (
+    COLUMNS,
+    count_selected,
+    load_selected,
+    over_limit_left_out,
+    selection_digest,
+)
 from rft_batch.selection import select
 from rft_batch.settings import GenerateSettings, SelectSettings
 
@@ -120,3 +128,45 @@ def test_a_completion_of_several_rounds_is_taken_once(
 
     assert count_selected([again, rounds[1]], "selection") == 21 + 14
     assert rows == load_selected([again], "selection", tmp_path).to_list()
+
+
+def test_a_prompt_has_at_most_so_many_rows_of_all_rounds(tmp_path: Path) -> None:
+    ids = [[[10 * r + i] for i in range(3)] for r in range(2)]
+    newest = made_round(
+        tmp_path / "round-2",
+        [scored("p", 5, 7, 1, completion_ids=ids[0]), scored("q", 1, 1, 1, completion_ids=ids[0])],
+    )
+    oldest = made_round(tmp_path / "round-1", [scored("p", 5, 9, 5, completion_ids=ids[1])])
+    rounds = [newest, oldest]
+    for folder in rounds:
+        select(SelectSettings(round_dir=folder, top_k=3))
+
+    def kept(limit: int | None) -> list[tuple[str, int]]:
+        rows = load_selected(rounds, "selection", tmp_path, limit).to_list()
+        return sorted((row["prompt_id"], row["completion_ids"][0]) for row in rows)
+
+    def left_out(limit: int | None) -> int:
+        return over_limit_left_out(rounds, "selection", tmp_path, limit)
+
+    assert len(kept(None)) == 9
+    assert kept(2) == [("p", 1), ("p", 11), ("q", 0), ("q", 1)]
+    # Of three rows of score 5 that of the newer round goes first, then the lower sample index.
+    assert kept(3) == [("p", 0), ("p", 1), ("p", 11), ("q", 0), ("q", 1), ("q", 2)]
+    assert [row for row in kept(4) if row[0] == "p"] == [("p", 0), ("p", 1), ("p", 10), ("p", 11)]
+    assert [left_out(limit) for limit in (None, 2, 3, 4)] == [0, 5, 3, 2]
+    assert len(list(tmp_path.glob("selected-*.arrow"))) == 4
+
+
+def test_a_manifest_that_names_no_folder_of_samples_means_samples(
+    selected: Path, tmp_path: Path
+) -> None:
+    path = selected / "selection" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    rows = load_selected([selected], "selection", tmp_path / "one").to_list()
+    assert manifest.pop("samples") == "samples"
+    path.write_text(json.dumps(manifest))
+    assert load_selected([selected], "selection", tmp_path / "two").to_list() == rows
+    for name in ("../samples", "..", "", 3):
+        path.write_text(json.dumps(manifest | {"samples": name}))
+        with pytest.raises(DataError, match="is not the name of a folder of samples"):
+            load_selected([selected], "selection", tmp_path)

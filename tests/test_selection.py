@@ -10,9 +10,11 @@ from rft_batch.errors import DataError, InputError
 from rft_batch.files import file_digest
 from rft_batch.generation import generate
 from rft_batch.schema import FLAGS
+from rft_batch.selected_rows import load_selected
 from rft_batch.selection import select
 from rft_batch.settings import GenerateSettings, SelectSettings
-from rft_batch.shards import shard_info
+from rft_batch.shards import shard_info, write_samples
+from rft_batch.verification import verify_round
 
 
 def joined(round_dir: Path, into: str = "selection") -> list[dict[str, Any]]:
@@ -42,6 +44,7 @@ def test_the_best_k_of_every_prompt_are_flagged(sampled: Path) -> None:
         "prompts": 7,
         "prompts_with_fewer": 0,
         "prompts_with_none": 0,
+        "prompts_without_spread": 0,
     }
     assert manifest["reasons"] == {"top_k": 14, "below_top_k": 14}
 
@@ -156,6 +159,58 @@ def test_an_incomplete_stage_is_refused(settings: GenerateSettings) -> None:
         f"{folder / 'manifest.json'}: not found, so this stage is not complete. "
         f"Run rft-batch generate {settings.round_dir}."
     )
+
+
+def test_the_finished_shards_of_a_stage_can_be_selected_from(
+    settings: GenerateSettings, tmp_path: Path
+) -> None:
+    generate(replace(settings, limit=3))
+    round_dir = settings.round_dir
+    partial = SelectSettings(round_dir=round_dir, allow_partial=True)
+    made = {p: p.stat().st_mtime_ns for p in (round_dir / "samples").glob("*.parquet")}
+
+    manifest = select(partial)
+
+    assert manifest["counts"]["prompts"] == 4
+    assert select(partial) == manifest
+    rows = load_selected([round_dir], "selection", tmp_path).to_list()
+    assert {row["prompt_id"] for row in rows} == {"p0", "p1", "p2", "p3"}
+    assert verify_round(round_dir)[0] == []
+
+    generate(settings)
+
+    assert {p: p.stat().st_mtime_ns for p in made} == made
+    with pytest.raises(InputError, match=r"made with other settings:\n  samples: recorded"):
+        select(partial)
+    with pytest.raises(DataError) as error:
+        load_selected([round_dir], "selection", tmp_path)
+    assert str(error.value) == (
+        f"{round_dir / 'selection'}: selected from 2 of 4 shards, before the samples were "
+        f"complete. Remove {round_dir / 'selection'} and run rft-batch select again."
+    )
+    assert select(replace(partial, into="whole"))["counts"]["prompts"] == 7
+
+
+def test_a_partial_stage_without_shards_and_one_with_others_are_refused(
+    settings: GenerateSettings,
+) -> None:
+    partial = SelectSettings(round_dir=settings.round_dir, allow_partial=True)
+    folder = settings.round_dir / "samples"
+    with pytest.raises(DataError, match="not found, so this stage is not complete"):
+        select(partial)
+    generate(replace(settings, limit=3))
+    path = folder / "shard-00001.parquet"
+    content = path.read_bytes()
+    write_samples(path, pq.read_table(path), {"fingerprint": "other"})
+    with pytest.raises(DataError, match=rf"^{path}: made with other settings \(fingerprint other"):
+        select(partial)
+    path.write_bytes(content[:100])
+    with pytest.raises(DataError, match=rf"^{path}: damaged or not a shard"):
+        select(partial)
+    path.unlink()
+    (folder / "shard-00000.parquet").unlink()
+    with pytest.raises(DataError, match="no shard is finished yet, so there is nothing to sel"):
+        select(partial)
 
 
 def test_a_missing_or_cut_shard_is_named(sampled: Path) -> None:

@@ -29,7 +29,7 @@ def add_lora(
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise InputError("--lora-rank: needs peft: pip install 'rft-batch[lora]'.") from error
+        raise InputError("--lora-rank: needs peft: pip install 'rft-batch[lm]'.") from error
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,

@@ -5,7 +5,6 @@ score for each completion. A score that is missing or not finite, and an excepti
 a row and never a number.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rft_batch.errors import DataError, InputError
-from rft_batch.import_strings import import_callable, source_digest
+from rft_batch.import_strings import accepted_arguments, import_callable, source_digest
 
 _MAX_ERROR_LENGTH = 200
 
@@ -104,7 +103,7 @@ def score_completions(
 def _call(reward: Reward, arguments: dict[str, list[Any]], count: int) -> list[float | str]:
     """A finite score or an error's text for each row."""
     try:
-        returned = reward.function(**_accepted(reward.function, arguments))
+        returned = reward.function(**accepted_arguments(reward.function, arguments))
     except Exception as error:  # user code: anything can be raised
         if count == 1:
             return [_shortened(f"{type(error).__name__}: {error}")]
@@ -118,15 +117,6 @@ def _call(reward: Reward, arguments: dict[str, list[Any]], count: int) -> list[f
             "It must return exactly one score for each, None where it cannot score."
         )
     return [_checked(score) for score in scores]
-
-
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that the function takes: all if it takes `**columns`, else those it names."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return arguments
-    named = {parameter.name for parameter in parameters}
-    return {name: value for name, value in arguments.items() if name in named}
 
 
 def _as_list(returned: Any) -> list[Any] | None:

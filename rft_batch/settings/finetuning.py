@@ -22,6 +22,11 @@ class FinetuneSettings(Settings):
         path=True,
     )
     selection: str = option("selection", help="Folder in ROUND with the flags.", identity=False)
+    max_per_prompt: int | None = option(
+        None,
+        help="Rows of a prompt to train on, of all rounds together; the best ones. Default: all.",
+        minimum=1,
+    )
     seed: int = option(0, help="Seed of order and masks.", minimum=0)
     epochs: int = option(4, help="Passes over the selected rows.", minimum=1)
     max_steps: int | None = option(
