@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from rft_batch.policies.lm_cache import KeysValues, RowsCache
-from rft_batch.policies.lm_sampling import Sampling, TokenUniforms, draw
+from rft_batch.policies.lm_sampling import Sampling, draw
 from rft_batch.randomness import SampleNoise
 
 # Prompts are run together up to so many tokens, padding included.
@@ -42,7 +42,7 @@ class Written:
     """Of its prompt among those that were asked for."""
     budget: int
     """Tokens that it may have."""
-    uniforms: TokenUniforms
+    noise: SampleNoise
     ids: list[int] = field(default_factory=list)
     logprob: float = 0.0
     """Under the distribution it was drawn from, in nats."""
@@ -124,7 +124,7 @@ class _Engine:
         )
         samples: dict[tuple[int, ...], deque[Written]] = {}
         for place, (prompt, budget, noise) in enumerate(zip(prompts, budgets, noises, strict=True)):
-            written = Written(place, budget, TokenUniforms(noise))
+            written = Written(place, budget, noise)
             samples.setdefault(tuple(prompt), deque()).append(written)
         # The longest first: those of like length are run together, and the end has short ones.
         self.waiting = deque(sorted(samples.items(), key=lambda item: -len(item[0])))
@@ -191,8 +191,9 @@ class _Engine:
 
     def _append(self, samples: Sequence[Written], logits: Tensor, seen: Tensor | None) -> None:
         """Draws a token for each sample and marks those that it ends."""
-        uniforms = [written.uniforms.of(len(written.ids)) for written in samples]
-        drawn = draw(logits, uniforms, self.sampling, seen)
+        noises = [written.noise for written in samples]
+        steps = [len(written.ids) for written in samples]
+        drawn = draw(logits, noises, steps, self.sampling, seen)
         if seen is not None:
             seen.scatter_(1, drawn.tokens[:, None], True)
         columns = (drawn.tokens, drawn.logprobs, drawn.policy_logprobs)
