@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +153,19 @@ def _import(place: str, name: str, reference: str, option: str) -> Callable[...,
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(path)
+    return _run_file(path.resolve(), file_digest(path))
+
+
+@lru_cache
+def _run_file(path: Path, digest: str) -> Any:
+    """The module of a file; run once for all functions that are named of it, while it is equal."""
     name = f"_rft_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     # Last on the path: the file may import its neighbours, and shadows nothing.
-    sys.path.append(str(path.resolve().parent))
+    sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
     return module

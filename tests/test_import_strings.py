@@ -56,6 +56,14 @@ def test_a_file_may_import_its_neighbours(module: Path) -> None:
     assert import_callable(f"{module.parent / 'beside.py'}:f", "--reward")() == 3
 
 
+def test_a_file_is_run_once_for_all_its_functions(module: Path) -> None:
+    module.write_text("runs = []\n\ndef f():\n    runs.append(1)\n    return len(runs)\n\ng = f\n")
+    first = import_callable(f"{module}:f", "--reward")
+    assert (first(), import_callable(f"{module}:g", "--reward")()) == (1, 2)
+    module.write_text("def f():\n    return 'changed'\n")
+    assert import_callable(f"{module}:f", "--reward")() == "changed"
+
+
 def test_the_digest_follows_the_source(module: Path) -> None:
     before = source_digest(import_callable(f"{module}:score", "--reward"))
     module.write_text("def score():\n    return 2\n")
