@@ -69,7 +69,7 @@ async def later(prompts, **columns):
 
 @pytest.fixture
 def rewards_file(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.py"
+    path = tmp_path / "slow_rewards.py"
     path.write_text(REWARDS)
     return path
 
@@ -99,7 +99,7 @@ def pids(file: Path) -> set[int]:
 def test_scores_are_those_of_the_main_thread_and_no_process_is_left(rewards_file: Path) -> None:
     found = scored(rewards_file, "plain", "later", count=9)
     assert [s.score for s in found] == [3.0 * i for i in range(9)]
-    assert found[4].terms == (("mine.py:plain", 4.0), ("mine.py:later", 8.0))
+    assert found[4].terms == (("slow_rewards.py:plain", 4.0), ("slow_rewards.py:later", 8.0))
     used = pids(rewards_file)
     assert os.getpid() not in used
     assert 1 <= len(used) <= 2
@@ -123,8 +123,8 @@ def test_a_limit_alone_makes_a_worker(rewards_file: Path) -> None:
 
 def test_a_time_out_of_one_reward_leaves_the_others_their_scores(rewards_file: Path) -> None:
     found = scored(rewards_file, "plain", "hangs_on_3", count=4, timeout=0.5)
-    assert found[3].terms == (("mine.py:plain", 3.0), ("mine.py:hangs_on_3", None))
-    assert found[3].error == "mine.py:hangs_on_3: timed out after 0.5 s"
+    assert found[3].terms == (("slow_rewards.py:plain", 3.0), ("slow_rewards.py:hangs_on_3", None))
+    assert found[3].error == "slow_rewards.py:hangs_on_3: timed out after 0.5 s"
 
 
 def test_a_process_that_dies_is_the_state_of_its_row(rewards_file: Path) -> None:
@@ -148,14 +148,18 @@ def test_exceptions_are_states_and_the_first_traceback_is_told_once(
     found = scored(rewards_file, "raises", count=3)
     assert [s.error for s in found] == [f"ValueError: no {i}" for i in range(3)]
     told = capsys.readouterr().err
-    assert told.startswith("reward mine.py:raises raised, here for the first time:\nTraceback")
+    assert told.startswith(
+        "reward slow_rewards.py:raises raised, here for the first time:\nTraceback"
+    )
     assert told.count("Traceback") == 1
     assert f'File "{rewards_file}", line ' in told
     assert "calls.py" not in told
 
 
 def test_a_wrong_number_of_scores_stops(rewards_file: Path) -> None:
-    with pytest.raises(DataError, match=r"mine\.py:short: returned 0 scores for 1 completions"):
+    with pytest.raises(
+        DataError, match=r"slow_rewards\.py:short: returned 0 scores for 1 completions"
+    ):
         scored(rewards_file, "short", count=3)
 
 
@@ -169,7 +173,7 @@ def test_a_function_that_cannot_be_loaded_there_stops(rewards_file: Path) -> Non
         score_completions(rewards, [1], [None], [[1]], {}, call)
     rewards_file.write_text("plain = 1\n")
     with (
-        pytest.raises(DataError, match=r'mine\.py has no callable "plain"'),
+        pytest.raises(DataError, match=r'slow_rewards\.py has no callable "plain"'),
         ready_rewards(rewards, [], 1) as call,
     ):
         score_completions(rewards, [1], [None], [[1]], {}, call)
