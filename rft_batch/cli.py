@@ -18,6 +18,7 @@ import click
 
 from rft_batch import __version__
 from rft_batch.errors import InputError, RftError
+from rft_batch.import_strings import ImportString
 from rft_batch.processes import exit_on_sigterm, is_main_process
 from rft_batch.settings import (
     FinetuneSettings,
@@ -58,10 +59,12 @@ class ConfiguredCommand(click.Command):
         known = {p.name for p in self.params if isinstance(p, click.Option) and p.name != "config"}
         for where, part in (("", plain), *((f".{k}", v) for k, v in variants.items())):
             _refuse_unknown(part, known, f"{path}: [{self.name}{where}]")
-        paths = {p.name: p for p in self.params if getattr(p, "relative_to_config", False)}
+        options = [p for p in self.params if isinstance(p, SettingOption)]
+        rules = {p.name: p.rules for p in options}
+        is_path = {p.name: isinstance(p.type, click.Path) or p.rules["hub"] for p in options}
         return {
-            key: _from_folder(value, path.parent, isinstance(paths[key].type, click.Path))
-            if key in paths
+            key: _from_folder(value, path.parent, is_path.get(key, False), rules[key]["hub"])
+            if rules[key]["path"]
             else value
             for key, value in plain.items()
         }
@@ -70,7 +73,8 @@ class ConfiguredCommand(click.Command):
 class SettingOption(click.Option):
     """An option that was made from a field of a settings class."""
 
-    relative_to_config = False
+    rules: Mapping[str, Any]
+    """What the field says of itself."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -140,7 +144,7 @@ def _parameter(f: "Field[Any]") -> click.Parameter:
         help=f.metadata["help"],
         show_default=f.default not in (None, MISSING, ()),
     )
-    made.relative_to_config = f.metadata["path"]
+    made.rules = f.metadata
     return made
 
 
@@ -174,12 +178,17 @@ def _refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> No
             raise InputError(f'{where} has the unknown key "{name}".{hint}')
 
 
-def _from_folder(value: Any, folder: Path, is_path: bool) -> Any:
+def _from_folder(value: Any, folder: Path, is_path: bool, hub: bool = False) -> Any:
     """A relative path, or the relative file of an import string, as seen from the file's folder."""
     if isinstance(value, list):
-        return [_from_folder(item, folder, is_path) for item in value]
-    is_file = isinstance(value, str) and (is_path or ".py:" in value)
-    return str(folder / value) if is_file else value
+        return [_from_folder(item, folder, is_path, hub) for item in value]
+    if not isinstance(value, str):
+        return value
+    if hub and not (folder / value).exists():
+        return value
+    if parts := ImportString.parse(value):
+        return parts.seen_from(folder)
+    return str(folder / value) if is_path else value
 
 
 @cli.add_command
@@ -190,9 +199,12 @@ def _from_folder(value: Any, folder: Path, is_path: bool) -> Any:
 )
 def generate_command(settings: GenerateSettings) -> None:
     """Sample every prompt K times and score the samples."""
-    from rft_batch.generation import generate
+    if settings.rescore is None:
+        from rft_batch.generation import generate as make
+    else:
+        from rft_batch.rescoring import rescore as make
 
-    manifest = generate(settings)
+    manifest = make(settings)
     if "unfinished_shards" in manifest:
         if is_main_process():
             why = "partial, as --limit asked" if settings.limit else "other processes are at work"

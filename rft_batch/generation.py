@@ -8,29 +8,32 @@ the shards that are missing. The manifest is written last, by the process that f
 existence means that the stage is complete.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import torch
 
-from rft_batch.errors import InputError, TooManyRowErrors, joined_problems
+from rft_batch.errors import InputError, joined_problems
 from rft_batch.files import publish_json
 from rft_batch.policies import Policy, TrainingBatch, load_policy, policy_digest
-from rft_batch.processes import Process, this_process
-from rft_batch.progress import Progress, say
+from rft_batch.processes import this_process
+from rft_batch.progress import say
 from rft_batch.prompts import Prompt, prompts_digest, read_prompts
 from rft_batch.randomness import SampleNoise
-from rft_batch.rewards import load_rewards
-from rft_batch.sampling import SampleJob, batch_loss, make_shards, stored_loss
-from rft_batch.settings import GenerateSettings, fingerprint, refuse_other_identity
-from rft_batch.shards import (
-    read_columns,
-    read_manifest,
-    shard_entries,
-    unfinished_shards,
+from rft_batch.rewards import check_columns, load_rewards, ready_rewards
+from rft_batch.sampling import SampleJob, batch_loss, make_shards
+from rft_batch.scored_shards import (
+    ShardPlan,
+    make_own_shards,
+    mean_loss,
+    refuse_too_many_errors,
+    reward_models,
+    stored_loss,
+    tally,
 )
+from rft_batch.settings import GenerateSettings, fingerprint, refuse_other_identity
+from rft_batch.shards import read_manifest, shard_entries, unfinished_shards
 from rft_batch.versions import versions
 
 _ANCHOR_BATCH = 32
@@ -51,11 +54,16 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         DataError: a shard is damaged, or a reward returned a wrong number of scores.
         TooManyRowErrors: more rows were not scored than `max_error_rate` allows.
     """
+    if settings.policy is None or settings.rescore is not None:
+        raise InputError("--rescore: nothing is to be generated; rescoring.rescore does this.")
     folder = settings.round_dir / settings.into
-    rewards = load_rewards(settings.reward, settings.reward_weight)
+    process = this_process(settings.device)
+    rewards = load_rewards(
+        settings.reward, settings.reward_weight, reward_models(settings, process.device)
+    )
     digest = policy_digest(settings.policy)
     prompts = read_prompts(settings.prompts, settings.id_column, settings.prompt_column)
-    process = this_process(settings.device)
+    check_columns(rewards, {name for p in prompts for name in p.columns}, settings.prompts)
     dtype = _dtype(settings.dtype, process.device)
     identity = settings.identity(
         policy=digest,
@@ -80,34 +88,42 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
     anchor = _anchor_batches(settings, policy, options)
     sampler = policy.sampler(**options)
     policy.model.to(process.device, dtype)
-    job = SampleJob(
-        folder=folder,
-        prompts=prompts,
-        samples_per_prompt=settings.samples_per_prompt,
-        prompts_per_shard=settings.prompts_per_shard,
-        seed=settings.seed,
-        round_number=settings.key_round,
-        policy=policy,
-        sampler=sampler,
-        rewards=rewards,
-        metadata={"fingerprint": fingerprint(identity), "policy": digest},
-        batch_size=settings.batch_size or policy.first_batch_size(process.device),
-        max_unscored=settings.max_error_rate * len(prompts) * settings.samples_per_prompt,
-    )
-    if process.is_main and not (folder / "settings.json").exists():
-        publish_json(folder / "settings.json", identity)
-    say(
-        f"{folder}: {len(prompts)} prompts x {settings.samples_per_prompt} samples in "
-        f"{job.num_shards} shards, {process.count} process(es), {process.device}, "
-        f"{identity['dtype']}, policy {digest[:8]}",
-        process.is_main,
-    )
-    _refuse_too_many_errors(job, settings, _make_own_shards(job, settings.limit, process))
-    missing = unfinished_shards(folder, job.metadata["fingerprint"], job.num_shards)
+    with ready_rewards(
+        rewards, [p.content for p in prompts], settings.reward_workers, settings.reward_timeout
+    ) as call_rewards:
+        plan = ShardPlan(
+            folder=folder,
+            prompts=prompts,
+            samples_per_prompt=settings.samples_per_prompt,
+            prompts_per_shard=settings.prompts_per_shard,
+            rewards=rewards,
+            call_rewards=call_rewards,
+            metadata={"fingerprint": fingerprint(identity), "policy": digest},
+            max_error_rate=settings.max_error_rate,
+        )
+        job = SampleJob(
+            plan=plan,
+            seed=settings.seed,
+            round_number=settings.key_round,
+            policy=policy,
+            sampler=sampler,
+            batch_size=settings.batch_size or policy.first_batch_size(process.device),
+        )
+        if process.is_main and not (folder / "settings.json").exists():
+            publish_json(folder / "settings.json", identity)
+        say(
+            f"{folder}: {len(prompts)} prompts x {settings.samples_per_prompt} samples in "
+            f"{plan.num_shards} shards, {process.count} process(es), {process.device}, "
+            f"{identity['dtype']}, policy {digest[:8]}",
+            process.is_main,
+        )
+        unscored = make_own_shards(plan, settings.limit, process, partial(make_shards, job))
+    refuse_too_many_errors(plan, unscored)
+    missing = unfinished_shards(folder, plan.metadata["fingerprint"], plan.num_shards)
     if missing:
         return {"stage": "generate", "folder": str(folder), "unfinished_shards": len(missing)}
-    counts, scores = _tally(job)
-    _refuse_too_many_errors(job, settings, counts["unscored"])
+    counts, scores = tally(plan)
+    refuse_too_many_errors(plan, counts["unscored"])
     manifest = {
         "stage": "generate",
         "identity": identity,
@@ -119,9 +135,9 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         },
         "counts": counts,
         "scores": scores,
-        "own_loss": _mean_loss(map(stored_loss, job.paths)),
-        "anchor_loss": _mean_loss(batch_loss(policy, batch) for batch in anchor),
-        "shards": shard_entries(job.paths),
+        "own_loss": mean_loss(map(stored_loss, plan.paths)),
+        "anchor_loss": mean_loss(batch_loss(policy, batch) for batch in anchor),
+        "shards": shard_entries(plan.paths),
         "versions": versions(),
     }
     publish_json(folder / "manifest.json", manifest, writer=str(process.index))
@@ -145,69 +161,6 @@ def _dtype(name: str, device: str) -> torch.dtype:
         return chosen
     has_bfloat16 = device.startswith("cuda") and torch.cuda.is_bf16_supported()
     return torch.bfloat16 if has_bfloat16 else torch.float32
-
-
-def _make_own_shards(job: SampleJob, limit: int | None, process: Process) -> int:
-    """Makes this process's missing shards; returns how many of their rows got no score."""
-    wanted = len(job.prompts) if limit is None else limit
-    planned = range(min(job.num_shards, -(-wanted // job.prompts_per_shard)))
-    owned = process.share(planned)
-    missing = set(unfinished_shards(job.folder, job.metadata["fingerprint"], job.num_shards))
-    sizes = {number: sum(1 for _ in job.samples(number)) for number in owned}
-    done = sum(size for number, size in sizes.items() if number not in missing)
-    if done:
-        say(f"{done} samples are there already", process.is_main)
-    with Progress(sum(sizes.values()), "samples", done, process.is_main) as progress:
-        return make_shards(job, [number for number in owned if number in missing], progress)
-
-
-def _refuse_too_many_errors(job: SampleJob, settings: GenerateSettings, unscored: int) -> None:
-    if unscored <= job.max_unscored:
-        return
-    raise TooManyRowErrors(
-        f"{job.folder}: {unscored} of {job.num_samples} samples could not be scored, "
-        f"--max-error-rate {settings.max_error_rate} allows {job.max_unscored:g}.\n"
-        + "\n".join(f"  {error}" for error in _first_errors(job))
-        + "\nThe samples are kept. Mend the reward, or raise --max-error-rate."
-    )
-
-
-def _first_errors(job: SampleJob, shown: int = 3) -> list[str]:
-    errors: list[str] = []
-    for path in job.paths:
-        if path.exists():
-            table = read_columns(path, ["prompt_id", "sample_index", "score_error"])
-            rows = table.filter(table["score_error"].is_valid()).slice(0, shown).to_pylist()
-            errors += [
-                f"{r['prompt_id']} sample {r['sample_index']}: {r['score_error']}" for r in rows
-            ]
-        if len(errors) >= shown:
-            break
-    return errors[:shown]
-
-
-def _tally(job: SampleJob) -> tuple[dict[str, int], dict[str, float | None]]:
-    """Counts and means over all shards."""
-    table = pa.concat_tables([read_columns(path, ["rank", "score"]) for path in job.paths])
-    scored = table.filter(table["score"].is_valid())
-    score = scored["score"].to_numpy().astype(np.float64)
-    best = score[scored["rank"].to_numpy() == 0]
-    counts = {
-        "prompts": len(job.prompts),
-        "samples": len(table),
-        "scored": len(scored),
-        "unscored": len(table) - len(scored),
-    }
-    return counts, {
-        "mean": float(score.mean()) if len(score) else None,
-        "mean_of_best": float(best.mean()) if len(best) else None,
-    }
-
-
-def _mean_loss(parts: Iterable[tuple[float, int]]) -> float | None:
-    """Nats per token from sums and counts; None where there is nothing to sum."""
-    sums, counts = zip(*parts, strict=True) if (parts := list(parts)) else ((), ())
-    return sum(sums) / sum(counts) if sum(counts) else None
 
 
 def _anchor_batches(

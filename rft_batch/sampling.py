@@ -1,19 +1,14 @@
-"""Sample shards, made: completions from the policy, scores from the rewards, one Parquet file.
+"""Sample shards, made: completions from the policy, one shard scored while the next is generated.
 
 The unit of work is a shard: all K samples of some prompts. Rows, seeds and scores are joined by
 (prompt_id, sample_index), never by a place in a batch.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
@@ -21,53 +16,21 @@ from rft_batch.policies import Completions, Policy, Sampler, TrainingBatch, join
 from rft_batch.progress import Progress, say
 from rft_batch.prompts import Prompt
 from rft_batch.randomness import SampleNoise
-from rft_batch.ranking import UNRANKED, rank_samples
-from rft_batch.rewards import Reward, Score, score_completions
-from rft_batch.schema import SAMPLES
-from rft_batch.shards import shard_info, shard_name, write_samples
+from rft_batch.rewards import Score
+from rft_batch.scored_shards import ShardPlan, score_and_publish
 
 
 @dataclass(frozen=True)
 class SampleJob:
     """Everything that the shards of a stage are made from."""
 
-    folder: Path
-    prompts: Sequence[Prompt]
-    samples_per_prompt: int
-    prompts_per_shard: int
+    plan: ShardPlan
     seed: int
     round_number: int
     policy: Policy
     sampler: Sampler
-    rewards: Sequence[Reward]
-    metadata: dict[str, str]
-    """For every shard."""
     batch_size: int
     """Samples per forward pass at first; halved when memory ends."""
-    max_unscored: float
-    """Rows without a score from which on nothing more is begun."""
-
-    @property
-    def num_samples(self) -> int:
-        """Of the whole stage."""
-        return len(self.prompts) * self.samples_per_prompt
-
-    @property
-    def num_shards(self) -> int:
-        """Of the whole stage."""
-        return -(-len(self.prompts) // self.prompts_per_shard)
-
-    @property
-    def paths(self) -> list[Path]:
-        """Where the shards of the whole stage are published, by number."""
-        return [self.folder / shard_name(number) for number in range(self.num_shards)]
-
-    def samples(self, number: int) -> Iterator[tuple[Prompt, int]]:
-        """Prompt and sample index of every sample of a shard, by prompt."""
-        first = number * self.prompts_per_shard
-        for prompt in self.prompts[first : first + self.prompts_per_shard]:
-            for sample_index in range(self.samples_per_prompt):
-                yield prompt, sample_index
 
 
 @dataclass(frozen=True)
@@ -94,7 +57,7 @@ def make_shards(job: SampleJob, numbers: Sequence[int], progress: Progress) -> i
         progress: counts samples.
 
     Returns:
-        How many rows got no score. Above `job.max_unscored` not all shards were made.
+        How many rows got no score. Above `job.plan.max_unscored` not all shards were made.
 
     Raises:
         DataError: a reward returned a wrong number of scores; its shard is not published.
@@ -115,7 +78,7 @@ def make_shards(job: SampleJob, numbers: Sequence[int], progress: Progress) -> i
             while pending is not None:
                 shard = pending.result()
                 # What is in work when there are too many errors is still published.
-                pending = submit_next() if unscored <= job.max_unscored else None
+                pending = submit_next() if unscored <= job.plan.max_unscored else None
                 scores = _score_and_write(job, shard)
                 good = [s.score for s in scores if s.score is not None]
                 unscored += len(scores) - len(good)
@@ -134,12 +97,6 @@ def batch_loss(policy: Policy, batch: TrainingBatch) -> tuple[float, int]:
     return float(policy.loss(policy.model, tensors)), batch.num_targets
 
 
-def stored_loss(path: Path) -> tuple[float, int]:
-    """What a shard's metadata says of the policy's loss on its samples: sum and tokens."""
-    stored = json.loads(shard_info(path).metadata["own_loss"])
-    return stored["sum"], stored["count"]
-
-
 def _completer(
     job: SampleJob, progress: Progress, stopping: Event
 ) -> Callable[[int], CompletedShard]:
@@ -148,7 +105,7 @@ def _completer(
 
     def complete(number: int) -> CompletedShard:
         nonlocal batch_size
-        samples = list(job.samples(number))
+        samples = list(job.plan.samples(number))
         parts: list[Completions] = []
         places: list[int] = []
         losses: list[tuple[float, int]] = []
@@ -208,53 +165,13 @@ def _own_loss(
 
 
 def _score_and_write(job: SampleJob, shard: CompletedShard) -> list[Score]:
-    samples = list(job.samples(shard.number))
-    errors = shard.completions.errors
-    good = [place for place, error in enumerate(errors) if error is None]
-    prompts = [samples[place][0] for place in good]
-    names = sorted({name for prompt in prompts for name in prompt.columns})
-    scored = score_completions(
-        job.rewards,
-        [prompt.content for prompt in prompts],
-        [shard.completions.texts[place] for place in good],
-        [shard.completions.ids[place] for place in good],
-        {name: [prompt.columns.get(name) for prompt in prompts] for name in names},
-    )
-    of_place = dict(zip(good, scored, strict=True))
-    scores = [of_place.get(place) or Score(None, error, ()) for place, error in enumerate(errors)]
-    metadata = {
-        **job.metadata,
-        "shard": str(shard.number),
-        "own_loss": json.dumps({"sum": shard.loss_sum, "count": shard.loss_count}),
-    }
-    table = pa.table(_columns(job, samples, shard.completions, scores), schema=SAMPLES)
-    write_samples(job.folder / shard_name(shard.number), table, metadata)
-    return scores
-
-
-def _columns(
-    job: SampleJob,
-    samples: Sequence[tuple[Prompt, int]],
-    completions: Completions,
-    scores: Sequence[Score],
-) -> dict[str, Any]:
-    sample_index = np.array([index for _, index in samples], dtype=np.int32)
-    score = np.array([np.nan if s.score is None else s.score for s in scores], dtype=np.float32)
-    group = np.arange(len(samples)) // job.samples_per_prompt
-    rank = rank_samples(group, score, sample_index)
-    return {
-        "prompt_id": [prompt.prompt_id for prompt, _ in samples],
-        "sample_index": sample_index,
-        "rank": pa.array(rank, mask=rank == UNRANKED),
-        "score": pa.array(score, mask=rank == UNRANKED),
-        "score_error": [s.error for s in scores],
-        "prompt": [prompt.text for prompt, _ in samples],
+    completions = shard.completions
+    columns = {
         "prompt_ids": completions.prompt_ids,
         "completion": completions.texts,
         "completion_ids": completions.ids,
         "finish_reason": completions.finish_reasons,
-        "reward_terms": [
-            [{"reward": name, "score": term} for name, term in s.terms] for s in scores
-        ],
         "logprob": completions.logprobs,
     }
+    own_loss = (shard.loss_sum, shard.loss_count)
+    return score_and_publish(job.plan, shard.number, columns, completions.errors, own_loss)

@@ -216,7 +216,10 @@ def test_a_reward_that_fails_everywhere_ends_with_4(
     assert code == 4
     assert "28 of 28 samples could not be scored" in err
     assert "RuntimeError: down" in err
-    assert "Traceback" not in err
+    # One traceback, of the reward: what is to be mended is there and not here.
+    assert err.count("Traceback") == 1
+    assert 'user_reward.py", line 2, in reward' in err
+    assert "rft_batch/" not in err
 
 
 def test_a_wrong_number_of_scores_ends_with_3(
@@ -331,10 +334,35 @@ def test_a_full_disk_or_a_closed_folder_is_one_line(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/full/shard")
 
-    monkeypatch.setattr("rft_batch.sampling.write_samples", full)
+    monkeypatch.setattr("rft_batch.scored_shards.write_samples", full)
     code, _, err = run(*arguments)
     assert code == 3
     assert err.splitlines()[-1] == (
         "Error: [Errno 28] No space left on device: '/full/shard'. "
         "What is published is whole; run it again."
     )
+
+
+def test_a_file_leads_to_rewards_with_arguments_and_to_models(
+    run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Relative to the file, whatever an argument holds; a name on the hub stays what it is.
+    (tmp_path / "reward.py").write_text(
+        "def of_length(completion_ids, unit):\n    return [len(unit)] * len(completion_ids)\n"
+    )
+    text = config.read_text().replace("share_of_class", "of_length(unit='a/b.py:c')")
+    config.write_text(text)
+    monkeypatch.chdir(ROOT)
+    code, _, err = run("generate", tmp_path / "round-1", "--config", config)
+    assert code == 0, err
+    found = json.loads((tmp_path / "round-1/samples/manifest.json").read_text())
+    assert list(found["identity"]["rewards"]) == ["reward.py:of_length(unit='a/b.py:c')"]
+    assert found["scores"]["mean"] == 8
+
+    (config.parent / "here").mkdir()
+    command = cli.cli.commands["generate"]
+    assert isinstance(command, cli.ConfiguredCommand)
+    config.write_text('[generate]\nreward_model = ["here", "owner/there"]\n')
+    assert command._defaults(config, None) == {
+        "reward_model": [str(config.parent / "here"), "owner/there"]
+    }

@@ -369,6 +369,21 @@ def test_scores_that_are_not_finite_do_not_reach_the_means(
     assert not any(math.isnan(row["score"] or 0) for row in rows(settings.round_dir))
 
 
+def test_a_reward_of_a_column_that_is_not_there_is_refused_before_any_work(
+    settings: GenerateSettings,
+) -> None:
+    with pytest.raises(InputError, match=r'it needs the column "answer", which no '):
+        generate(replace(settings, reward=("rft_batch.rewards.text:exact_answer",)))
+    assert not settings.round_dir.exists()
+
+
+def test_there_is_something_to_score(settings: GenerateSettings) -> None:
+    with pytest.raises(InputError, match=r"^--policy: none given\. Pass the folder to sample, or"):
+        replace(settings, policy=None)
+    with pytest.raises(InputError, match=r"^--rescore: nothing is to be generated"):
+        generate(replace(settings, rescore="samples", into="again"))
+
+
 def test_a_name_that_leads_out_of_the_round_is_refused(settings: GenerateSettings) -> None:
     for name in ("../x", "/abs", "a/b", "", ".hidden", "-x", "a" * 101):
         with pytest.raises(InputError, match=r"^--into .*: a name has up to 100 of"):

@@ -29,8 +29,8 @@ def counted(function, times, marker=Path({marker!r})):
 
 KILLS = {
     "generate": {
-        "while a shard is scored": ("rft_batch.sampling", "score_completions", 2),
-        "before a shard is written": ("rft_batch.sampling", "write_samples", 3),
+        "while a shard is scored": ("rft_batch.scored_shards", "score_completions", 2),
+        "before a shard is written": ("rft_batch.scored_shards", "write_samples", 3),
         "while a shard is renamed": ("os", "replace", 3),
         "while a file is synced": ("os", "fsync", 6),
         "before the manifest": ("rft_batch.generation", "shard_entries", 1),
@@ -147,7 +147,8 @@ def test_a_stop_by_a_signal_says_so_and_can_go_on(
     marker = tmp_path / "stopped.marker"
     prelude = COUNTED_KILL.format(marker=str(marker)).replace("signal.SIGKILL", str(int(number)))
     prelude += (
-        "import rft_batch.sampling as s\ns.score_completions = counted(s.score_completions, 2)\n"
+        "import rft_batch.scored_shards as s\n"
+        "s.score_completions = counted(s.score_completions, 2)\n"
     )
 
     assert run(inputs, "generate", stopped, prelude, allowed=(code,)) == code

@@ -13,7 +13,7 @@ class FinetuneSettings(Settings):
 
     round_dir: Path = option(help="Folder of the round.", argument=True, identity=False)
     policy: Path = option(
-        help="Policy to start from: a folder, or a hub id.", identity=False, path=True
+        help="Policy to start from: a folder, or a hub id.", identity=False, path=True, hub=True
     )
     also: tuple[Path, ...] = option(
         (),

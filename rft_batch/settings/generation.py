@@ -13,17 +13,55 @@ class GenerateSettings(Settings):
     """Settings of `rft-batch generate`."""
 
     round_dir: Path = option(help="Folder of the round.", argument=True, identity=False)
-    policy: Path = option(
-        help="Policy to sample: a folder, or a hub id.", identity=False, path=True
+    policy: Path | None = option(
+        None,
+        help="Policy to sample: a folder, or a hub id; needed but for --rescore.",
+        identity=False,
+        path=True,
+        hub=True,
     )
     prompts: Path = option(help="Prompts: a .jsonl or .parquet file.", identity=False, path=True)
     reward: tuple[str, ...] = option(
         (),
-        help="module:function or file.py:function; repeat it for a weighted sum.",
+        help="module:function or file.py:function, also with (name=value); repeat it for a sum.",
         path=True,
         identity=False,
     )
-    reward_weight: tuple[float, ...] = option((), help="Weight of each --reward; default 1 each.")
+    reward_weight: tuple[float, ...] = option(
+        (), help="Weight of each --reward, then of each --reward-model; default 1 each."
+    )
+    reward_model: tuple[str, ...] = option(
+        (),
+        help="Sequence classifier that scores: a folder, or a name on the hub; repeat it.",
+        path=True,
+        hub=True,
+        identity=False,
+    )
+    reward_output: tuple[str, ...] = option(
+        (),
+        help="The output that is the score: 0, or softmax:1; of each model, or of all.",
+        identity=False,
+    )
+    reward_batch_size: int = option(
+        16, help="Texts per forward pass of a reward model.", identity=False, minimum=1
+    )
+    reward_workers: int = option(
+        0,
+        help="Processes for the functions, one completion at a time; 0: in the main thread.",
+        identity=False,
+        minimum=0,
+    )
+    reward_timeout: float | None = option(
+        None,
+        help="Longest time of a function for one completion; then its process is ended; seconds.",
+        identity=False,
+        above=0,
+    )
+    rescore: str | None = option(
+        None,
+        help="Score the samples of this folder of ROUND anew, into --into; nothing is generated.",
+        identity=False,
+    )
     samples_per_prompt: int = option(8, help="K, the samples of every prompt.", minimum=1)
     seed: int = option(0, help="Seed of every draw.", minimum=0)
     round_number: int | None = option(
@@ -130,8 +168,17 @@ class GenerateSettings(Settings):
     )
 
     def contradictions(self) -> Iterator[str]:
-        """The name of the folder to write."""
+        """The names of folders, and that there is something to score."""
         yield from name_problems("into", self.into)
+        if self.rescore is None and self.policy is None:
+            yield "--policy: none given. Pass the folder to sample, or --rescore FOLDER."
+        if self.rescore is not None:
+            yield from name_problems("rescore", self.rescore)
+            if self.rescore == self.into:
+                yield (
+                    f"--rescore {self.rescore}: samples are never written again. "
+                    "Pass another name with --into."
+                )
 
     @property
     def key_round(self) -> int:

@@ -29,6 +29,7 @@ def option(
     choices: tuple[str, ...] = (),
     argument: bool = False,
     path: bool = False,
+    hub: bool = False,
     family: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line option.
@@ -43,6 +44,7 @@ def option(
         choices: the allowed words; none: any.
         argument: whether it is a positional argument.
         path: whether a relative value in a TOML file is relative to that file.
+        hub: whether a path that is not there may be the name of a model on a hub.
         family: whether only some families of policies take it.
     """
     metadata = {
@@ -54,6 +56,7 @@ def option(
         "choices": choices,
         "argument": argument,
         "path": path,
+        "hub": hub,
         "family": family,
     }
     return field(default=default, metadata=metadata)
