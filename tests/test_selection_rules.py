@@ -153,6 +153,7 @@ def test_a_function_is_called_once_for_what_is_eligible(tmp_path: Path) -> None:
         assert kept(tmp_path, scope=scope, into=scope, **rules) == ["p:0", "p:1"]
         module = sys.modules["_rft_user_keys"]
         assert sorted(module.calls) == [("p", 0), ("p", 1), ("p", 2)]
+        module.calls.clear()
     assert of_prompt(tmp_path, "p", "prompt") == [
         "top_k", "top_k", "banned", "below_min_score", "not_scored", "truncated",
     ]  # fmt: skip
