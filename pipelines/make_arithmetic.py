@@ -19,13 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 0
 LARGEST = 99
-NUM_TRAIN, NUM_HELD_OUT = 512, 200
+NUM_TRAIN, NUM_HELD_OUT = 1024, 200
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 CHARACTERS = "0123456789+-="
 
 
 @click.command(help=__doc__)
-@click.option("--steps", default=520, help="Optimizer steps of the pretraining.")
+@click.option("--steps", default=480, help="Optimizer steps of the pretraining.")
 @click.option("--batch-size", default=256, help="Sums per step.")
 @click.option("--learning-rate", default=1e-3)
 @click.option(
@@ -46,7 +46,7 @@ def main(steps: int, batch_size: int, learning_rate: float, folder: Path) -> Non
     tokenizer = character_tokenizer()
     model = new_model(tokenizer)
     pretrain(model, tokenizer, draw, set(sums), steps, batch_size, learning_rate)
-    save(folder / "policy", model, tokenizer)
+    save(folder / "policy", model)
     print(f"policy: {accuracy(model, tokenizer, held_out):.3f} of 800 samples right")
 
 
@@ -74,7 +74,7 @@ def distinct_sums(draw: random.Random, count: int) -> list[str]:
 def write_prompts(path: Path, prefix: str, sums: list[str]) -> None:
     """One row per sum: its id, its text, and the right answer for the reward."""
     rows = [
-        {"prompt_id": f"{prefix}-{i:03}", "prompt": text, "answer": answer(text)}
+        {"prompt_id": f"{prefix}-{i:04}", "prompt": text, "answer": answer(text)}
         for i, text in enumerate(sums)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -154,11 +154,12 @@ def pretrain(
     model.eval()
 
 
-def save(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def save(folder: Path, model: LlamaForCausalLM) -> None:
     """Writes the policy's folder, or replaces it, as a whole."""
     unfinished = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    tokenizer.save_pretrained(unfinished)
+    # A new one: one that was used would save how it padded last.
+    character_tokenizer().save_pretrained(unfinished)
     model.save_pretrained(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)

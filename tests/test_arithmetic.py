@@ -30,9 +30,9 @@ def model() -> Any:
 
 def test_training_and_held_out_prompts_do_not_overlap() -> None:
     train, held_out = sums("prompts.jsonl"), sums("held_out.jsonl")
-    assert (len(train), len(held_out)) == (512, 200)
-    assert len({p.content for p in train + held_out}) == 712
-    assert len({p.prompt_id for p in train + held_out}) == 712
+    assert (len(train), len(held_out)) == (1024, 200)
+    assert len({p.content for p in train + held_out}) == 1224
+    assert len({p.prompt_id for p in train + held_out}) == 1224
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "held_out.jsonl"])
