@@ -8,11 +8,14 @@ the shards that are missing. The manifest is written last, by the process that f
 existence means that the stage is complete.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from rft_batch.errors import InputError, TooManyRowErrors, joined_problems
@@ -108,6 +111,12 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         return {"stage": "generate", "folder": str(folder), "unfinished_shards": len(missing)}
     counts, scores = _tally(job)
     _refuse_too_many_errors(job, settings, counts["unscored"])
+    collapsed = counts["prompts_with_one_completion"]
+    if collapsed and settings.temperature > 0:
+        say(
+            f"warning: the {settings.samples_per_prompt} samples of {collapsed} of {len(prompts)} "
+            "prompts are all the same completion; nothing can be selected among them"
+        )
     manifest = {
         "stage": "generate",
         "identity": identity,
@@ -187,7 +196,7 @@ def _first_errors(job: SampleJob, shown: int = 3) -> list[str]:
 
 
 def _tally(job: SampleJob) -> tuple[dict[str, int], dict[str, float | None]]:
-    """Counts and means over all shards."""
+    """Counts and means over all shards; only ranks and scores are held of all at once."""
     table = pa.concat_tables([read_columns(path, ["rank", "score"]) for path in job.paths])
     scored = table.filter(table["score"].is_valid())
     score = scored["score"].to_numpy().astype(np.float64)
@@ -197,11 +206,26 @@ def _tally(job: SampleJob) -> tuple[dict[str, int], dict[str, float | None]]:
         "samples": len(table),
         "scored": len(scored),
         "unscored": len(table) - len(scored),
+        "prompts_with_one_completion": sum(map(_prompts_with_one_completion, job.paths)),
     }
     return counts, {
         "mean": float(score.mean()) if len(score) else None,
         "mean_of_best": float(best.mean()) if len(best) else None,
     }
+
+
+def _prompts_with_one_completion(path: Path) -> int:
+    """Prompts of a shard with several samples that are all equal, whatever gave them."""
+    table = read_columns(path, ["prompt_id", "completion_ids", "finish_reason"])
+    table = table.filter(pc.not_equal(table["finish_reason"].cast(pa.string()), "error"))
+    samples: Counter[str] = Counter()
+    found: dict[str, set[bytes]] = {}
+    for prompt_id, ids in zip(
+        table["prompt_id"].to_pylist(), table["completion_ids"].to_pylist(), strict=True
+    ):
+        samples[prompt_id] += 1
+        found.setdefault(prompt_id, set()).add(np.array(ids, dtype=np.int32).tobytes())
+    return sum(samples[prompt_id] > 1 and len(ids) == 1 for prompt_id, ids in found.items())
 
 
 def _mean_loss(parts: Iterable[tuple[float, int]]) -> float | None:

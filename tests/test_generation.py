@@ -71,7 +71,13 @@ def test_the_manifest_says_what_was_made(settings: GenerateSettings) -> None:
 
     folder = settings.round_dir / "samples"
     assert manifest == json.loads((folder / "manifest.json").read_text())
-    assert manifest["counts"] == {"prompts": 7, "samples": 28, "scored": 28, "unscored": 0}
+    assert manifest["counts"] == {
+        "prompts": 7,
+        "samples": 28,
+        "scored": 28,
+        "unscored": 0,
+        "prompts_with_one_completion": 0,
+    }
     scores = [row["score"] for row in rows(settings.round_dir)]
     assert manifest["scores"]["mean"] == pytest.approx(sum(scores) / 28)
     assert [shard["rows"] for shard in manifest["shards"]] == [8, 8, 8, 4]
@@ -367,6 +373,30 @@ def test_scores_that_are_not_finite_do_not_reach_the_means(
     manifest = generate(replace(settings, reward=(reference,), max_error_rate=1.0))
     assert manifest["scores"] == {"mean": 0.5, "mean_of_best": 0.5}
     assert not any(math.isnan(row["score"] or 0) for row in rows(settings.round_dir))
+
+
+def test_prompts_whose_samples_are_all_one_completion_are_counted_and_warned_of(
+    settings: GenerateSettings, reward_file: Callable[[str], str], capsys: Any
+) -> None:
+    contents = [{"label": 1, "known_ids": [i] * 6} if i in (1, 4) else 1 for i in range(5)]
+    write_jsonl(
+        settings.prompts, [{"prompt_id": f"p{i}", "prompt": c} for i, c in enumerate(contents)]
+    )
+    reward = reward_file("return [0.5] * len(prompts)")
+
+    manifest = generate(replace(settings, reward=(reward,)))
+
+    assert manifest["counts"]["prompts_with_one_completion"] == 2
+    assert (
+        "warning: the 4 samples of 2 of 5 prompts are all the same completion; nothing can be "
+        "selected among them"
+    ) in capsys.readouterr().err
+
+
+def test_one_sample_per_prompt_is_no_collapse(settings: GenerateSettings, capsys: Any) -> None:
+    manifest = generate(replace(settings, samples_per_prompt=1))
+    assert manifest["counts"]["prompts_with_one_completion"] == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_a_name_that_leads_out_of_the_round_is_refused(settings: GenerateSettings) -> None:
