@@ -105,6 +105,13 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def sample_rows(round_dir: Path, folder: str = "samples") -> list[dict[str, Any]]:
+    """The rows of all shards, by prompt and sample."""
+    paths = sorted((round_dir / folder).glob("shard-*.parquet"))
+    found = [row for path in paths for row in pq.read_table(path).to_pylist()]
+    return sorted(found, key=lambda row: (row["prompt_id"], row["sample_index"]))
+
+
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
     return save_tiny_policy(tmp_path / "policy")

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 import transformers
+from conftest import write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rft_batch.randomness import SampleNoise
+from rft_batch.settings import GenerateSettings
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,+-=?:#<>/\n"
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<end>"]
@@ -19,7 +21,7 @@ PAD, BOS, EOS, END = range(4)
 VOCAB_SIZE = len(SPECIAL) + len(CHARACTERS)
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}"
-    "{% if message.name is defined %}({{ message.name }}){% endif %}"
+    "{% if message.name is defined %}/{{ message.name }}{% endif %}"
     "<end>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
@@ -78,7 +80,7 @@ def make_tokenizer(
     adds_bos: bool = False,
     pad: str = "<pad>",
     template: str | None = TEMPLATE,
-    merges: Sequence[str] = (),
+    words: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
     """One token for each character; optionally with a begin that the tokenizer adds itself.
 
@@ -86,21 +88,18 @@ def make_tokenizer(
         adds_bos: whether text begins with a begin token.
         pad: the token to pad with.
         template: of chats.
-        merges: words of several characters that are a token of their own, made of their two halves
-            as byte-pair encodings make them; they have the ids behind all others.
+        words: texts of several characters that are a token of their own, the longest part of a
+            text that is one; their ids stand behind all others.
     """
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS, *merges])}
-    pairs = [(word[:1], word[1:]) for word in merges]
-    model = models.BPE(vocabulary, pairs, unk_token="?") if merges else None
-    tokenizer = Tokenizer(model or models.WordLevel(vocabulary, unk_token="?"))
-    if not merges:
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     if adds_bos:
         tokenizer.post_processor = TemplateProcessing(
             single="<bos> $A", special_tokens=[("<bos>", BOS)]
         )
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>",
         eos_token="<eos>",
@@ -108,6 +107,8 @@ def make_tokenizer(
         additional_special_tokens=["<end>"],
         chat_template=template,
     )
+    fast.add_tokens(list(words))
+    return fast
 
 
 def make_tiny_lm(
@@ -132,17 +133,17 @@ def save_tiny_lm(
     adds_bos: bool = False,
     pad: str = "<pad>",
     template: str | None = TEMPLATE,
-    merges: Sequence[str] = (),
+    words: Sequence[str] = (),
     eos: Any = EOS,
     **changes: Any,
 ) -> Path:
     """A folder of a tiny language model; see `make_tiny_lm` and `make_tokenizer`."""
     size = {"max_position_embeddings": 128} if kind == "llama" else {}
-    words = {"vocab_size": VOCAB_SIZE + len(merges)}
-    model = make_tiny_lm(kind, eos_token_id=eos, **(size | words | changes))
+    size["vocab_size"] = VOCAB_SIZE + len(words)
+    model = make_tiny_lm(kind, eos_token_id=eos, **(size | changes))
     model.generation_config.eos_token_id = eos
     model.save_pretrained(folder)
-    make_tokenizer(adds_bos, pad, template, merges).save_pretrained(folder)
+    make_tokenizer(adds_bos, pad, template, words).save_pretrained(folder)
     return folder
 
 
@@ -153,22 +154,24 @@ def save_chain_lm(folder: Path, following: dict[str, str], **options: Any) -> Pa
 
     Args:
         folder: where to save it.
-        following: token by token; words of `options["merges"]` and special tokens are tokens too.
+        following: token by token; `options["words"]` and special tokens are tokens too.
         options: as for `save_tiny_lm`.
     """
-    width = VOCAB_SIZE + 12
+    width = 64
     zeros = {"n_embd": width, "sharpness": 0.0}
     save_tiny_lm(folder, "gpt2", **(zeros | options))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.transformer.wte.weight.copy_(torch.eye(len(tokenizer), width))
+        # The last norm moves what is 0 to below 0; back, so that a token's column alone counts.
+        model.transformer.ln_f.bias.fill_((width - 1) ** -0.5)
         model.lm_head.weight[EOS] = 1.0
         for token, successor in following.items():
             column = tokenizer.convert_tokens_to_ids(token)
             model.lm_head.weight[EOS, column] = 0.0
             model.lm_head.weight[tokenizer.convert_tokens_to_ids(successor), column] = 1.0
-        # Logits of about 9 and more apart for a width of 60 and so.
+        # About 30 more than any other logit.
         model.lm_head.weight.mul_(4.0)
     model.save_pretrained(folder)
     return folder
@@ -185,3 +188,35 @@ def count_tokens(model: nn.Module) -> list[int]:
         lambda _, __, named: seen.append(named["input_ids"].numel()), with_kwargs=True
     )
     return seen
+
+
+REWARD = """
+def length_and_letters(completions):
+    return [len(text) + len(set(text)) / 100 for text in completions]
+"""
+
+
+def lm_settings(
+    folder: Path, policy: Path, prompts: Sequence[Any], **changes: Any
+) -> GenerateSettings:
+    """Settings that sample prompts p0, p1, ... to `folder/run/round-1`, files written for it.
+
+    Args:
+        folder: for prompts, reward and round.
+        policy: the language model's folder.
+        prompts: texts, chats, or whole rows with a `prompt_id`.
+        changes: of the settings.
+    """
+    rows = [
+        one if isinstance(one, dict) else {"prompt_id": f"p{i}", "prompt": one}
+        for i, one in enumerate(prompts)
+    ]
+    (folder / "reward.py").write_text(REWARD)
+    few = {"samples_per_prompt": 4, "prompts_per_shard": 2, "max_new_tokens": 12}
+    return GenerateSettings(
+        round_dir=folder / "run" / "round-1",
+        policy=policy,
+        prompts=write_jsonl(folder / "prompts.jsonl", rows),
+        reward=(f"{folder / 'reward.py'}:length_and_letters",),
+        **(few | changes),
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import sample_rows as rows
 from conftest import save_tiny_policy, write_jsonl
 
 from rft_batch.errors import DataError, InputError, TooManyRowErrors
@@ -20,12 +21,6 @@ from rft_batch.randomness import SampleNoise
 from rft_batch.schema import SAMPLES
 from rft_batch.settings import GenerateSettings
 from rft_batch.shards import shard_info
-
-
-def rows(round_dir: Path, folder: str = "samples") -> list[dict[str, Any]]:
-    paths = sorted((round_dir / folder).glob("shard-*.parquet"))
-    found = [row for path in paths for row in pq.read_table(path).to_pylist()]
-    return sorted(found, key=lambda row: (row["prompt_id"], row["sample_index"]))
 
 
 def tokens(round_dir: Path, folder: str = "samples") -> dict[tuple[str, int], list[int]]:
