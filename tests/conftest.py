@@ -1,6 +1,7 @@
 """Tiny real policies, and rounds made of them."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from rft_batch import cli
 from rft_batch.generation import generate
 from rft_batch.policies import Completions, Sampler, join_completions
 from rft_batch.policies.token_model import ClassCondition, Recipe, TokenModelSpec, save_policy
@@ -25,6 +27,9 @@ from rft_batch.settings import (
 
 # Threads that wait for each other cost more than these small matrices do.
 torch.set_num_threads(1)
+
+# Exit code, standard output and error of a command line.
+Run = Callable[..., tuple[int, str, str]]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -182,3 +187,22 @@ def reward_file(tmp_path: Path) -> Callable[[str], str]:
         return f"{tmp_path / 'user_reward.py'}:reward"
 
     return write
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Run:
+    """Runs a command line in this process; gives exit code, standard output and error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rft-batch", *map(str, arguments)])
+        monkeypatch.setattr(cli, "exit_on_sigterm", lambda: None)
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from conftest import write_jsonl
@@ -12,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from rft_batch.policies.causal_lm import CausalLMPolicy
 from rft_batch.randomness import SampleNoise
 from rft_batch.settings import GenerateSettings
 
@@ -187,6 +189,22 @@ def count_tokens(model: nn.Module) -> list[int]:
     model.register_forward_pre_hook(
         lambda _, __, named: seen.append(named["input_ids"].numel()), with_kwargs=True
     )
+    return seen
+
+
+def record_training(patch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of each row that is trained on from now on, its padding cut off."""
+    seen: list[tuple[list[int], list[int]]] = []
+    original = CausalLMPolicy.loss
+
+    def loss(self: CausalLMPolicy, model: Any, tensors: Any) -> Any:
+        if model.training:
+            for ids, labels in zip(tensors["input_ids"], tensors["labels"], strict=True):
+                end = 1 + int((labels != -100).nonzero()[-1])
+                seen.append((ids[:end].tolist(), labels[:end].tolist()))
+        return original(self, model, tensors)
+
+    patch.setattr(CausalLMPolicy, "loss", loss)
     return seen
 
 

@@ -87,6 +87,8 @@ def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=trust_code,
+            # They are refused below, by name.
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_code)
@@ -99,7 +101,9 @@ def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]
             f"{' '.join(str(error).split()):.300}.{hint}"
         ) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, info.get(kind, ()))):
+        # With mismatched ones stand their two shapes.
+        keys = [key if isinstance(key, str) else key[0] for key in info.get(kind, ())]
+        if names := sorted(keys):
             raise InputError(
                 f"policy {folder}: {kind.replace('_', ' ')}: {', '.join(names[:5])}"
                 f"{' ...' if len(names) > 5 else ''}. Its weights are not those of its "
