@@ -35,6 +35,7 @@ class Stream(IntEnum):
     SHUFFLE = 6
     SELECTION = 7
     DROPOUT = 8
+    ADAPTERS = 9
 
 
 class SampleNoise:

@@ -1,6 +1,8 @@
 """Tiny real policies, and rounds made of them."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -115,6 +117,44 @@ def sample_rows(round_dir: Path, folder: str = "samples") -> list[dict[str, Any]
     paths = sorted((round_dir / folder).glob("shard-*.parquet"))
     found = [row for path in paths for row in pq.read_table(path).to_pylist()]
     return sorted(found, key=lambda row: (row["prompt_id"], row["sample_index"]))
+
+
+def launch(
+    processes: int, *arguments: object, script: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`rft-batch`, or a script that ends in it, under torchrun on the CPU."""
+    program = [str(script)] if script else ["-m", "rft_batch"]
+    return subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
+            "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+            *program, *map(str, arguments),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+
+
+def write_sgd_script(folder: Path) -> Path:
+    """`rft-batch` with plain gradient steps; see the fixture `sgd`."""
+    script = folder / "sgd.py"
+    script.write_text(
+        "import torch\ntorch.optim.AdamW = torch.optim.SGD\n"
+        "from rft_batch.cli import main\nmain()\n"
+    )
+    return script
+
+
+@pytest.fixture
+def sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain gradient steps: Adam blows the rounding of a gradient that is 0 up to a full step.
+
+    The bias of attention keys is such a parameter.
+    """
+    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.SGD)
 
 
 @pytest.fixture
