@@ -221,7 +221,7 @@ def gradients(policy: CausalLMPolicy, rows: list[dict[str, Any]]) -> tuple[float
     policy.model.zero_grad()
     loss = policy.loss(policy.model, policy.collate(rows, noises(len(rows)), epoch=0).tensors)
     loss.backward()
-    return float(loss), [p.grad.clone() for p in policy.model.parameters()]
+    return float(loss.detach()), [p.grad.clone() for p in policy.model.parameters()]
 
 
 def options(**changes: Any) -> dict[str, Any]:
