@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from rft_batch.errors import InputError, TooManyRowErrors
 from rft_batch.finetuning import finetune
 from rft_batch.generation import generate
-from rft_batch.policies import load_policy, policy_digest
+from rft_batch.policies import lm_engine, load_policy, policy_digest
 from rft_batch.policies.causal_lm import CausalLMPolicy
 from rft_batch.policies.lm_folder import is_hub_id
 from rft_batch.policies.lm_text import Stops, text_of
@@ -336,6 +337,57 @@ def test_weights_in_a_pickle_are_refused(tmp_path: Path) -> None:
         load_policy(folder)
 
 
+def test_adapters_alone_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError) as error:
+        load_policy(tmp_path)
+    assert str(error.value) == (
+        f"policy {tmp_path}: holds adapters alone. Give the folder of the model that they are "
+        "merged into: finetune exports it beside them."
+    )
+
+
+def test_a_model_in_several_files_is_read_whole_and_exported_as_one(tmp_path: Path) -> None:
+    one = CausalLMPolicy(save_tiny_lm(tmp_path / "one"))
+    one.model.save_pretrained(tmp_path / "several", max_shard_size="8KB")
+    one.tokenizer.save_pretrained(tmp_path / "several")
+    assert (tmp_path / "several" / "model.safetensors.index.json").exists()
+
+    several = CausalLMPolicy(tmp_path / "several")
+    several.save(tmp_path / "out", several.model.state_dict())
+
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {name for name in names if "safetensors" in name} == {"model.safetensors"}
+    again = CausalLMPolicy(tmp_path / "out").model.state_dict()
+    assert all(torch.equal(again[n], tensor) for n, tensor in one.model.state_dict().items())
+
+
+def test_the_batch_is_halved_when_memory_ends_and_what_is_written_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = save_tiny_lm(tmp_path / "lm", sharpness=2.0)
+    settings = lm_settings(tmp_path, folder, ["ab", "q", "xyz"], max_new_tokens=40, batch_size=8)
+    whole = generated(settings)
+    sizes = []
+
+    def limited(logits: Any, *arguments: Any) -> Any:
+        sizes.append(len(logits))
+        if len(sizes) > 20 and len(logits) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return draw(logits, *arguments)
+
+    draw = lm_engine.draw
+    monkeypatch.setattr(lm_engine, "draw", limited)
+    found = generated(settings, "halved")
+
+    assert "out of memory: --batch-size 2 from here on" in capsys.readouterr().err
+    for one, other in zip(whole, found, strict=True):
+        assert one["completion_ids"] == other["completion_ids"]
+    # Those that had ended before are not written again.
+    steps = sum(sizes)
+    assert steps < 1.7 * sum(len(row["completion_ids"]) for row in whole)
+
+
 def test_a_model_without_any_end_is_refused(tmp_path: Path) -> None:
     folder = save_tiny_lm(tmp_path / "lm", eos=None)
     tokenizer = make_tokenizer()
@@ -466,6 +518,59 @@ def test_every_sample_has_parameters_of_its_own_for_vllm() -> None:
     again = sampling_arguments(options, end_ids, noises(2)[1], 33)
     assert again == other
     assert sampling_arguments(OPTIONS, end_ids, noises(1)[0], 1)["stop"] is None
+
+
+class FakeLLM:
+    """What vLLM gives back, for prompts as it takes them: each prompt's last token, then the end.
+
+    It stands in where vLLM cannot run; the test below it runs the real one.
+    """
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        assert (Path(model) / "config.json").exists()
+        assert arguments == {"tensor_parallel_size": 2}
+
+    def generate(self, inputs: Any, parameters: Any, use_tqdm: bool) -> list[Any]:
+        outputs = []
+        for given, wanted in zip(inputs, parameters, strict=True):
+            tokens = given["prompt_token_ids"]
+            ids = [tokens[-1], EOS][: wanted.max_tokens]
+            reason = "stop" if ids[-1] == EOS else "length"
+            written = SimpleNamespace(token_ids=ids, finish_reason=reason, cumulative_logprob=-1.5)
+            outputs.append(SimpleNamespace(prompt_token_ids=tokens, outputs=[written]))
+        return outputs
+
+
+@pytest.mark.parametrize(("temperature", "logprob"), [(1.0, -1.5), (0.7, None)])
+def test_what_vllm_gives_back_stands_at_its_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, logprob: float | None
+) -> None:
+    fake = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    folder = save_tiny_lm(tmp_path / "lm", max_position_embeddings=16)
+    settings = lm_settings(
+        tmp_path, folder, ["ab", "x" * 99, "cd", "e" * 15], max_error_rate=0.5, engine="vllm",
+        engine_arguments='{"tensor_parallel_size": 2}', temperature=temperature, **ONE_EACH,
+    )  # fmt: skip
+
+    manifest = generate(settings)
+
+    rows = sample_rows(settings.round_dir)
+    assert [row["completion"] for row in rows] == ["b", None, "d", "e"]
+    assert [row["finish_reason"] for row in rows] == ["stop", "error", "stop", "length"]
+    assert [row["logprob"] for row in rows] == [logprob, None, logprob, logprob]
+    assert [row["prompt_ids"] for row in rows[::2]] == [ids_of("ab"), ids_of("cd")]
+    assert manifest["own_loss"] == pytest.approx(3 * 1.5 / 5)
+    assert manifest["policy"]["generation_config"]["eos_token_id"] == EOS
+
+
+def test_an_anchor_with_vllm_is_refused(settings: GenerateSettings) -> None:
+    with pytest.raises(InputError) as error:
+        replace(settings, engine="vllm", anchor=Path("anchor.jsonl"))
+    assert str(error.value) == (
+        "--anchor with --engine vllm: vLLM has the weights to itself, and nothing is left that "
+        "computes a loss. Leave one of them out."
+    )
 
 
 @pytest.mark.gpu

@@ -80,6 +80,8 @@ class CausalLMPolicy:
                 "eos_token_id, so no completion could ever end. Add one."
             )
         self.context = context_length(self.model.config)
+        config = getattr(self.model, "generation_config", None)
+        self._generation_config: dict[str, Any] = config.to_diff_dict() if config else {}
         self._packing = False
         self._lora: nn.Module | None = None
 
@@ -213,11 +215,10 @@ class CausalLMPolicy:
 
     def facts(self) -> dict[str, Any]:
         """What the manifest records: the generation config that is not applied by itself."""
-        config = getattr(self.model, "generation_config", None)
         return {
             "end_ids": sorted(self.end_ids),
             "context": self.context,
-            "generation_config": config.to_diff_dict() if config else {},
+            "generation_config": self._generation_config,
         }
 
     def trained(self, **options: Any) -> nn.Module:

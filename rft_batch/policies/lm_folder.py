@@ -74,9 +74,14 @@ def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]
         trust_code: whether Python files of the folder may run.
 
     Raises:
-        InputError: there are no safetensors, weights are missing or left over, the code is not
-            trusted, or the model keeps another state than keys and values.
+        InputError: there are no safetensors or adapters alone, weights are missing or left over,
+            the code is not trusted, or the model keeps another state than keys and values.
     """
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"policy {folder}: holds adapters alone. Give the folder of the model that they are "
+            "merged into: finetune exports it beside them."
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

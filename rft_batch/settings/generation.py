@@ -130,8 +130,13 @@ class GenerateSettings(Settings):
     )
 
     def contradictions(self) -> Iterator[str]:
-        """The name of the folder to write."""
+        """The name of the folder to write, a loss that vLLM does not compute."""
         yield from name_problems("into", self.into)
+        if self.anchor is not None and self.engine == "vllm":
+            yield (
+                "--anchor with --engine vllm: vLLM has the weights to itself, and nothing is left "
+                "that computes a loss. Leave one of them out."
+            )
 
     @property
     def key_round(self) -> int:
