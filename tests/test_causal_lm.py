@@ -163,8 +163,13 @@ def test_prompts_without_room_are_errors_of_their_rows(tmp_path: Path) -> None:
 
 def test_the_last_token_may_fill_the_context(tmp_path: Path) -> None:
     folder = save_chain_lm(tmp_path / "lm", {"a": "a"}, n_positions=16)
-    settings = lm_settings(tmp_path, folder, ["a" * 14, "a" * 15], max_new_tokens=99, **ONE_EACH)
-    assert [len(row["completion_ids"]) for row in generated(settings)] == [2, 1]
+    prompts = ["a" * 14, "a" * 15, "a" * 16]
+    settings = lm_settings(
+        tmp_path, folder, prompts, max_new_tokens=99, max_error_rate=0.5, **ONE_EACH
+    )
+    rows = generated(settings)
+    assert [len(row["completion_ids"]) for row in rows] == [2, 1, 0]
+    assert [row["finish_reason"] for row in rows] == ["length", "length", "error"]
 
 
 def test_what_was_sampled_is_trained_on_id_for_id(

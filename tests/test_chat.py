@@ -114,6 +114,20 @@ def test_keys_that_parquet_fills_with_null_do_not_reach_the_template(tmp_path: P
     ]
 
 
+def test_null_keys_are_dropped_by_ourselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers 5.24 drops them too, earlier versions do not.
+    tokenizer = make_tokenizer()
+    given: list[Any] = []
+    render = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer,
+        "apply_chat_template",
+        lambda messages, **named: (given.extend(messages), render(messages, **named))[1],
+    )
+    rendered([CHAT[0] | {"name": None, "tool_calls": None}], tokenizer)
+    assert given == CHAT
+
+
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
