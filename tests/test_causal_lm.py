@@ -263,7 +263,13 @@ def test_the_loss_is_the_sum_over_the_completions_tokens(tmp_path: Path) -> None
     assert batch.num_targets == 15
 
 
-def test_an_anchor_of_texts_has_a_loss_with_its_end(tmp_path: Path) -> None:
+def test_a_row_that_was_not_sampled_gets_its_end(tmp_path: Path) -> None:
+    policy = CausalLMPolicy(save_tiny_lm(tmp_path / "lm"))
+    row = policy.encode_row("ab", {"completion": "cd"})
+    assert row == {"prompt_ids": ids_of("ab"), "completion_ids": [*ids_of("cd"), EOS]}
+
+
+def test_an_anchor_of_texts_has_a_loss(tmp_path: Path) -> None:
     settings = lm_settings(tmp_path, save_chain_lm(tmp_path / "lm", {"a": "b"}), ["a"], **ONE_EACH)
     anchor = write_jsonl(
         tmp_path / "anchor.jsonl", [{"prompt_id": "q", "prompt": "a", "completion": "b"}]
