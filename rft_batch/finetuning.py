@@ -226,6 +226,9 @@ class _Run:
         """Trains from the newest good checkpoint to the last step."""
         settings, accelerator = self.settings, self.accelerator
         options = settings.family_options(self.policy.training_options, self.policy.family)
+        # Adapters begin with random weights; a run that is begun anew begins with the same.
+        noise = SampleNoise(settings.seed, "adapters")
+        torch.manual_seed(int(noise.words(Stream.ADAPTERS, 0, 1)[0] >> np.uint64(1)))
         module = self.policy.trained(**options)
         optimizer = torch.optim.AdamW(
             decay_groups(module, settings.weight_decay), lr=settings.learning_rate

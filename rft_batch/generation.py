@@ -124,6 +124,12 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         return {"stage": "generate", "folder": str(folder), "unfinished_shards": len(missing)}
     counts, scores = tally(plan)
     refuse_too_many_errors(plan, counts["unscored"])
+    collapsed = counts["prompts_with_one_completion"]
+    if collapsed and settings.temperature > 0:
+        say(
+            f"warning: the {settings.samples_per_prompt} samples of {collapsed} of {len(prompts)} "
+            "prompts are all the same completion; nothing can be selected among them"
+        )
     manifest = {
         "stage": "generate",
         "identity": identity,

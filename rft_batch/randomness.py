@@ -40,6 +40,7 @@ class Stream(IntEnum):
     SHUFFLE = 6
     SELECTION = 7
     DROPOUT = 8
+    ADAPTERS = 9
 
 
 class SampleNoise:

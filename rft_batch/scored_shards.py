@@ -5,6 +5,7 @@ come from scores, the publication, and what is said of a whole stage.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rft_batch.errors import TooManyRowErrors
@@ -163,7 +165,7 @@ def refuse_too_many_errors(plan: ShardPlan, unscored: int) -> None:
 
 
 def tally(plan: ShardPlan) -> tuple[dict[str, int], dict[str, float | None]]:
-    """Counts and means over all shards."""
+    """Counts and means over all shards; only ranks and scores are held of all at once."""
     table = pa.concat_tables([read_columns(path, ["rank", "score"]) for path in plan.paths])
     scored = table.filter(table["score"].is_valid())
     score = scored["score"].to_numpy().astype(np.float64)
@@ -173,11 +175,26 @@ def tally(plan: ShardPlan) -> tuple[dict[str, int], dict[str, float | None]]:
         "samples": len(table),
         "scored": len(scored),
         "unscored": len(table) - len(scored),
+        "prompts_with_one_completion": sum(map(_prompts_with_one_completion, plan.paths)),
     }
     return counts, {
         "mean": float(score.mean()) if len(score) else None,
         "mean_of_best": float(best.mean()) if len(best) else None,
     }
+
+
+def _prompts_with_one_completion(path: Path) -> int:
+    """Prompts of a shard with several samples that are all equal, whatever gave them."""
+    table = read_columns(path, ["prompt_id", "completion_ids", "finish_reason"])
+    table = table.filter(pc.not_equal(table["finish_reason"].cast(pa.string()), "error"))
+    samples: Counter[str] = Counter()
+    found: dict[str, set[bytes]] = {}
+    for prompt_id, ids in zip(
+        table["prompt_id"].to_pylist(), table["completion_ids"].to_pylist(), strict=True
+    ):
+        samples[prompt_id] += 1
+        found.setdefault(prompt_id, set()).add(np.array(ids, dtype=np.int32).tobytes())
+    return sum(samples[prompt_id] > 1 and len(ids) == 1 for prompt_id, ids in found.items())
 
 
 def mean_loss(parts: Iterable[tuple[float, int]]) -> float | None:

@@ -8,31 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import COMMANDS, ROOT, made_round, save_tiny_policy, scored
+from conftest import COMMANDS, ROOT, Run, made_round, save_tiny_policy, scored
 
 from rft_batch import cli
 from rft_batch.settings import option_name
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Run:
-    """Runs a command line in this process; gives exit code, standard output and error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rft-batch", *map(str, arguments)])
-        monkeypatch.setattr(cli, "exit_on_sigterm", lambda: None)
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture

@@ -119,15 +119,6 @@ def test_every_row_is_trained_on_once_per_epoch(
     assert epochs[0] != epochs[1]
 
 
-@pytest.fixture
-def sgd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain gradient steps: Adam blows the rounding of a gradient that is 0 up to a full step.
-
-    The bias of attention keys is such a parameter.
-    """
-    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.SGD)
-
-
 @pytest.mark.usefixtures("sgd")
 def test_micro_batches_do_not_change_the_result(training: FinetuneSettings) -> None:
     whole = restart(training, batch_size=8)

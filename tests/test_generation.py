@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import sample_rows as rows
 from conftest import save_tiny_policy, write_jsonl
 
 from rft_batch.errors import DataError, InputError, TooManyRowErrors
@@ -20,12 +21,6 @@ from rft_batch.randomness import SampleNoise
 from rft_batch.schema import SAMPLES
 from rft_batch.settings import GenerateSettings
 from rft_batch.shards import shard_info
-
-
-def rows(round_dir: Path, folder: str = "samples") -> list[dict[str, Any]]:
-    paths = sorted((round_dir / folder).glob("shard-*.parquet"))
-    found = [row for path in paths for row in pq.read_table(path).to_pylist()]
-    return sorted(found, key=lambda row: (row["prompt_id"], row["sample_index"]))
 
 
 def tokens(round_dir: Path, folder: str = "samples") -> dict[tuple[str, int], list[int]]:
@@ -71,7 +66,13 @@ def test_the_manifest_says_what_was_made(settings: GenerateSettings) -> None:
 
     folder = settings.round_dir / "samples"
     assert manifest == json.loads((folder / "manifest.json").read_text())
-    assert manifest["counts"] == {"prompts": 7, "samples": 28, "scored": 28, "unscored": 0}
+    assert manifest["counts"] == {
+        "prompts": 7,
+        "samples": 28,
+        "scored": 28,
+        "unscored": 0,
+        "prompts_with_one_completion": 0,
+    }
     scores = [row["score"] for row in rows(settings.round_dir)]
     assert manifest["scores"]["mean"] == pytest.approx(sum(scores) / 28)
     assert [shard["rows"] for shard in manifest["shards"]] == [8, 8, 8, 4]
@@ -382,6 +383,30 @@ def test_there_is_something_to_score(settings: GenerateSettings) -> None:
         replace(settings, policy=None)
     with pytest.raises(InputError, match=r"^--rescore: nothing is to be generated"):
         generate(replace(settings, rescore="samples", into="again"))
+
+
+def test_prompts_whose_samples_are_all_one_completion_are_counted_and_warned_of(
+    settings: GenerateSettings, reward_file: Callable[[str], str], capsys: Any
+) -> None:
+    contents = [{"label": 1, "known_ids": [i] * 6} if i in (1, 4) else 1 for i in range(5)]
+    write_jsonl(
+        settings.prompts, [{"prompt_id": f"p{i}", "prompt": c} for i, c in enumerate(contents)]
+    )
+    reward = reward_file("return [0.5] * len(prompts)")
+
+    manifest = generate(replace(settings, reward=(reward,)))
+
+    assert manifest["counts"]["prompts_with_one_completion"] == 2
+    assert (
+        "warning: the 4 samples of 2 of 5 prompts are all the same completion; nothing can be "
+        "selected among them"
+    ) in capsys.readouterr().err
+
+
+def test_one_sample_per_prompt_is_no_collapse(settings: GenerateSettings, capsys: Any) -> None:
+    manifest = generate(replace(settings, samples_per_prompt=1))
+    assert manifest["counts"]["prompts_with_one_completion"] == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_a_name_that_leads_out_of_the_round_is_refused(settings: GenerateSettings) -> None:

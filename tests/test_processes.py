@@ -1,38 +1,16 @@
 """Two processes, as torchrun starts them, against one."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import torch
-from conftest import ROOT
+from conftest import launch, write_sgd_script
 from safetensors.torch import load_file
 
 from rft_batch.metrics import read_metrics
 from rft_batch.processes import Process
-
-
-def launch(
-    processes: int, *arguments: object, script: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """`rft-batch`, or a script that ends in it, under torchrun on the CPU."""
-    program = [str(script)] if script else ["-m", "rft_batch"]
-    return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
-            "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-            *program, *map(str, arguments),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -89,12 +67,7 @@ def test_a_process_without_work_ends_well(
 
 
 def test_two_processes_train_like_one(selected: Path, policy: Path, tmp_path: Path) -> None:
-    # Plain gradient steps: Adam would blow the rounding of a zero gradient up to a full step.
-    script = tmp_path / "sgd.py"
-    script.write_text(
-        "import torch\ntorch.optim.AdamW = torch.optim.SGD\n"
-        "from rft_batch.cli import main\nmain()\n"
-    )
+    script = write_sgd_script(tmp_path)
     losses, weights = {}, {}
     for processes in (1, 2):
         copy = tmp_path / f"copy-{processes}" / "round-1"

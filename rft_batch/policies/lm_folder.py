@@ -4,6 +4,7 @@ What is exported loads with plain `AutoModelForCausalLM.from_pretrained`: tokeni
 and generation config are the files of the folder it came from, byte for byte.
 """
 
+import inspect
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 _CONFIGS = ("config.json", "adapter_config.json")
 # All that decides what a model writes; a folder's README and pictures do not.
 _SUFFIXES = {".json", ".safetensors", ".jinja", ".model", ".txt", ".py"}
+# Layers of transformers' caches; a dummy stands for one that uses the keys and values of another.
+_KEYS_AND_VALUES = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 _WEIGHTS = re.compile(r".*\.safetensors(\.index\.json)?")
 
 
@@ -71,9 +74,14 @@ def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]
         trust_code: whether Python files of the folder may run.
 
     Raises:
-        InputError: there are no safetensors, weights are missing or left over, the code is not
-            trusted, or the model keeps another state than keys and values.
+        InputError: there are no safetensors or adapters alone, weights are missing or left over,
+            the code is not trusted, or the model keeps another state than keys and values.
     """
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"policy {folder}: holds adapters alone. Give the folder of the model that they are "
+            "merged into: finetune exports it beside them."
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -84,6 +92,8 @@ def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=trust_code,
+            # They are refused below, by name.
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_code)
@@ -96,18 +106,48 @@ def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]
             f"{' '.join(str(error).split()):.300}.{hint}"
         ) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, info.get(kind, ()))):
+        # With mismatched ones stand their two shapes.
+        keys = [key if isinstance(key, str) else key[0] for key in info.get(kind, ())]
+        if names := sorted(keys):
             raise InputError(
                 f"policy {folder}: {kind.replace('_', ' ')}: {', '.join(names[:5])}"
                 f"{' ...' if len(names) > 5 else ''}. Its weights are not those of its "
                 "config.json, and a model with parameters drawn at random would write noise."
             )
-    if getattr(model, "_is_stateful", False):
+    if not _keeps_keys_and_values_alone(model):
         raise InputError(
-            f"policy {folder}: {type(model).__name__} keeps a recurrent state, and only "
-            "models whose state is keys and values are supported."
+            f"policy {folder}: {type(model).__name__} keeps another state than keys and values "
+            "(recurrent, convolutional, or of its own), and only models without are supported."
         )
     return model.eval(), tokenizer
+
+
+def _keeps_keys_and_values_alone(model: Any) -> bool:
+    from transformers.cache_utils import DynamicCache
+
+    # transformers 5.24 renamed it.
+    if not {"cache", "past_key_values"} & inspect.signature(model.forward).parameters.keys():
+        return False
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
+    return not getattr(model, "_is_stateful", False) and kinds <= _KEYS_AND_VALUES
+
+
+def context_length(config: Any) -> int | None:
+    """Most tokens that prompt and completion may have together; None: nothing says so.
+
+    Args:
+        config: of a transformers model.
+    """
+    text = config.get_text_config()
+    length: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        # With LongRoPE one long row changes the frequencies of its whole batch, and a row that
+        # grows long those of its own first tokens, which stand in the cache with the old ones.
+        if one.get("rope_type") == "longrope":
+            original: int = one["original_max_position_embeddings"]
+            length = min(length or original, original)
+    return length
 
 
 def export_language_model(

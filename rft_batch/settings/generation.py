@@ -168,7 +168,7 @@ class GenerateSettings(Settings):
     )
 
     def contradictions(self) -> Iterator[str]:
-        """The names of folders, and that there is something to score."""
+        """Names of folders, that there is something to score, a loss that vLLM cannot give."""
         yield from name_problems("into", self.into)
         if self.rescore is None and self.policy is None:
             yield "--policy: none given. Pass the folder to sample, or --rescore FOLDER."
@@ -179,6 +179,11 @@ class GenerateSettings(Settings):
                     f"--rescore {self.rescore}: samples are never written again. "
                     "Pass another name with --into."
                 )
+        if self.anchor is not None and self.engine == "vllm":
+            yield (
+                "--anchor with --engine vllm: vLLM has the weights to itself, and nothing is left "
+                "that computes a loss. Leave one of them out."
+            )
 
     @property
     def key_round(self) -> int:
