@@ -4,4 +4,4 @@ Importing the package loads nothing heavy; each stage is a plain function of its
 module that bears its name (`rft_batch.generation.generate`, ...).
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

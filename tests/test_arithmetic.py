@@ -1,6 +1,9 @@
 """The data of the arithmetic pipeline: its prompts, its tokenizer, its policy."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from conftest import ROOT
 
 from rft_batch.prompts import Prompt, read_prompts
+from rft_batch.reporting import read_rounds
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,3 +95,20 @@ def test_the_chat_sums_are_right_and_do_not_overlap() -> None:
             assert row["answer"] == str(int(words[2]) + int(words[4]))
             seen.add(frozenset((words[2], words[4])))
     assert len(seen) == 160
+
+
+@pytest.mark.slow
+def test_three_rounds_improve_the_policy_and_the_control_does_not(tmp_path: Path) -> None:
+    means = {}
+    for select in ("best", "random"):
+        subprocess.run(
+            [
+                "make", "-C", str(ROOT / "pipelines"), "rounds", "PIPELINE=arithmetic",
+                f"SELECT={select}", f"RUN={tmp_path / select}",
+                f"VENV={sys.prefix}", f"INSTALLED={sys.prefix}",
+            ],
+            check=True,
+        )  # fmt: skip
+        means[select] = [figures.mean for figures in read_rounds(tmp_path / select)]
+    assert means["best"][3] > means["best"][0] + 0.25
+    assert means["random"][3] < means["random"][0] + 0.02

@@ -313,20 +313,23 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def test_weights_that_are_left_over_are_named_and_left_out(tmp_path: Path, capsys: Any) -> None:
+    folder = save_tiny_lm(tmp_path / "policy")
+    change_weights(folder, lambda t: t.update({"v_head.weight": torch.zeros(2)}))
+    load_policy(folder)
+    assert "weights that the model does not use: v_head.weight" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
             lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
-            "missing keys: model.layers.1.mlp.up_proj.weight.",
-        ),
-        (
-            lambda t: t.update({"model.extra.weight": torch.zeros(2)}),
-            "unexpected keys: model.extra.weight.",
+            "weights missing: model.layers.1.mlp.up_proj.weight.",
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(5)}),
-            "mismatched keys: model.norm.weight.",
+            "weights of another shape: model.norm.weight.",
         ),
     ],
 )
@@ -337,7 +340,7 @@ def test_weights_that_are_not_those_of_the_config_are_refused(
     change_weights(folder, change)
     with pytest.raises(InputError) as error:
         load_policy(folder)
-    assert str(error.value).startswith(f"policy {folder}: {message} Its weights are not those of")
+    assert str(error.value).startswith(f"policy {folder}: {message} They are not those of its")
 
 
 def test_weights_in_a_pickle_are_refused(tmp_path: Path) -> None:

@@ -240,9 +240,6 @@ class CausalLMPolicy:
         module = self.model.train()
         if options["gradient_checkpointing"]:
             _save_memory(module)
-            if options["lora_rank"]:
-                # Frozen embeddings give no gradient, and a checkpointed block needs one.
-                module.enable_input_require_grads()  # type: ignore[operator]
         if options["lora_rank"]:
             lora = {
                 name: options[f"lora_{name}"] for name in ("rank", "alpha", "dropout", "targets")

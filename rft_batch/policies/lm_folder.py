@@ -7,7 +7,7 @@ and generation config are the files of the folder it came from, byte for byte.
 import inspect
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rft_batch.errors import InputError
 from rft_batch.files import file_digest, publish_folder, text_digest
+from rft_batch.progress import say
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 _CONFIGS = ("config.json", "adapter_config.json")
@@ -74,8 +75,8 @@ def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]
         trust_code: whether Python files of the folder may run.
 
     Raises:
-        InputError: there are no safetensors or adapters alone, weights are missing or left over,
-            the code is not trusted, or the model keeps another state than keys and values.
+        InputError: there are no safetensors or adapters alone, weights are missing or of another
+            shape, the code is not trusted, or the model keeps another state than keys and values.
     """
     if not (folder / "config.json").is_file():
         raise InputError(
@@ -105,21 +106,29 @@ def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]
             f"policy {folder}: cannot be loaded: {type(error).__name__}: "
             f"{' '.join(str(error).split()):.300}.{hint}"
         ) from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+    left_over, *lacking = (
         # With mismatched ones stand their two shapes.
-        keys = [key if isinstance(key, str) else key[0] for key in info.get(kind, ())]
-        if names := sorted(keys):
+        sorted(key if isinstance(key, str) else key[0] for key in info.get(kind, ()))
+        for kind in ("unexpected_keys", "missing_keys", "mismatched_keys")
+    )
+    for kind, names in zip(("missing", "of another shape"), lacking, strict=True):
+        if names:
             raise InputError(
-                f"policy {folder}: {kind.replace('_', ' ')}: {', '.join(names[:5])}"
-                f"{' ...' if len(names) > 5 else ''}. Its weights are not those of its "
+                f"policy {folder}: weights {kind}: {_some(names)}. They are not those of its "
                 "config.json, and a model with parameters drawn at random would write noise."
             )
+    if left_over:
+        say(f"policy {folder}: weights that the model does not use: {_some(left_over)}")
     if not _keeps_keys_and_values_alone(model):
         raise InputError(
             f"policy {folder}: {type(model).__name__} keeps another state than keys and values "
             "(recurrent, convolutional, or of its own), and only models without are supported."
         )
     return model.eval(), tokenizer
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
 def _keeps_keys_and_values_alone(model: Any) -> bool:

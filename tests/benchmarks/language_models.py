@@ -174,8 +174,8 @@ def show_flips(policy: CausalLMPolicy, prompts: Sequence[Sequence[int]]) -> None
         differing += a != b
         equal += len(a) if same is None else same
     print(
-        f"{differing} of {len(one)} samples differ between batch sizes {ROWS} and {ROWS // 4}: "
-        f"one token in {equal / max(1, differing):.0f}"
+        f"batch sizes {ROWS} and {ROWS // 4}: {differing} of {len(one)} samples differ, "
+        f"{equal} tokens are equal up to where they do"
     )
 
 
