@@ -82,12 +82,12 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         say(f"{folder}: complete already, nothing to do", process.is_main)
         return read_manifest(folder, "rft-batch generate")
 
-    policy = load_policy(settings.policy, settings.trust_policy_code)
+    policy = load_policy(settings.policy, settings.trust_policy_code, dtype)
     options = settings.family_options(policy.sampling_options, policy.family)
     _check_prompts(prompts, policy, options)
     anchor = _anchor_batches(settings, policy, options)
     sampler = policy.sampler(**options)
-    policy.model.to(process.device, dtype)
+    policy.model.to(process.device)
     with ready_rewards(
         rewards, [p.content for p in prompts], settings.reward_workers, settings.reward_timeout
     ) as call_rewards:

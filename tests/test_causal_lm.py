@@ -307,6 +307,23 @@ def test_the_manifest_records_the_generation_config_that_is_not_applied(tmp_path
     assert recorded["end_ids"] == [EOS]
 
 
+def test_reduced_precision_leaves_the_rotary_frequencies_whole(tmp_path: Path) -> None:
+    folder = save_tiny_lm(tmp_path / "lm")
+    whole, reduced = load_policy(folder), load_policy(folder, dtype=torch.bfloat16)
+    assert {p.dtype for p in reduced.model.parameters()} == {torch.bfloat16}
+    frequencies = dict(reduced.model.named_buffers())
+    assert frequencies
+    for name, buffer in whole.model.named_buffers():
+        assert torch.equal(frequencies[name], buffer)
+
+
+def test_a_model_in_reduced_precision_is_sampled(tmp_path: Path) -> None:
+    policy = save_tiny_lm(tmp_path / "lm")
+    manifest = generate(lm_settings(tmp_path, policy, ["a", "bcd"], dtype="bfloat16"))
+    assert manifest["counts"]["scored"] == manifest["counts"]["samples"] > 0
+    assert manifest["identity"]["dtype"] == "bfloat16"
+
+
 def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

@@ -38,6 +38,7 @@ class CausalLMPolicy:
     Args:
         folder: a folder of transformers.
         trust_policy_code: whether Python files of the folder may run.
+        dtype: of the weights.
 
     Raises:
         InputError: as `lm_folder.load_language_model`; or nothing says which token ends a text.
@@ -69,10 +70,15 @@ class CausalLMPolicy:
     )
     display: dict[str, Any] | None = None
 
-    def __init__(self, folder: Path, trust_policy_code: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        trust_policy_code: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.folder, self._trusts_code = folder, trust_policy_code
         self.model: nn.Module
-        self.model, self.tokenizer = load_language_model(folder, trust_policy_code)
+        self.model, self.tokenizer = load_language_model(folder, trust_policy_code, dtype)
         self.end_ids = _end_ids(self.model, self.tokenizer)
         if not self.end_ids:
             raise InputError(
@@ -318,7 +324,7 @@ class CausalLMPolicy:
             export_language_model(folder, self.folder, self.model, tensors)
             return
         save_adapter(folder.with_name(folder.name + "-adapter"), self._lora, tensors)
-        plain, _ = load_language_model(self.folder, self._trusts_code)
+        plain, _ = load_language_model(self.folder, self._trusts_code, torch.float32)
         merge_lora(plain, self._lora, tensors)
         export_language_model(folder, self.folder, plain, plain.state_dict())
 

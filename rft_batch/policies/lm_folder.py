@@ -67,12 +67,15 @@ def language_model_digest(folder: Path) -> str:
     return text_digest("\n".join(f"{path.name} {file_digest(path)}" for path in files))
 
 
-def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]:
-    """Model and tokenizer of a folder, the model on the CPU, in float32 and eval mode.
+def load_language_model(
+    folder: Path, trust_code: bool, dtype: torch.dtype
+) -> tuple[nn.Module, Any]:
+    """Model and tokenizer of a folder, the model on the CPU and in eval mode.
 
     Args:
         folder: with `config.json`, safetensors and a tokenizer.
         trust_code: whether Python files of the folder may run.
+        dtype: of the weights.
 
     Raises:
         InputError: there are no safetensors or adapters alone, weights are missing or of another
@@ -90,7 +93,8 @@ def load_language_model(folder: Path, trust_code: bool) -> tuple[nn.Module, Any]
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=torch.float32,
+            # Here and not by `.to`, which would round the frequencies of rotary positions too.
+            dtype=dtype,
             use_safetensors=True,
             trust_remote_code=trust_code,
             # They are refused below, by name.

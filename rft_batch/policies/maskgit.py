@@ -45,6 +45,7 @@ class MaskGITPolicy:
     Args:
         folder: the policy folder.
         trust_policy_code: whether a model class outside this package may run.
+        dtype: of the weights.
 
     Raises:
         InputError: as `token_model.read_spec` and `token_model.load_model`.
@@ -63,9 +64,14 @@ class MaskGITPolicy:
     )
     training_options: tuple[str, ...] = ()
 
-    def __init__(self, folder: Path, trust_policy_code: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        trust_policy_code: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.spec: TokenModelSpec = read_spec(folder)
-        self.model: nn.Module = load_model(folder, self.spec, trust_policy_code)
+        self.model: nn.Module = load_model(folder, self.spec, trust_policy_code).to(dtype)
         self.display = asdict(self.spec.display) if self.spec.display else None
 
     def encode_prompt(self, content: Any, **_: Any) -> TokenPrompt:

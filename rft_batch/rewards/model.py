@@ -97,7 +97,7 @@ class RewardModel:
         """
         if self._model is not None:
             return
-        model = _load_model(self._folder, self._reference)
+        model = _load_model(self._folder, self._reference, self._dtype)
         self._check_output(model.config.num_labels)
         self._tokenizer = _load_tokenizer(self._folder, self._reference)
         if for_chats and not self._tokenizer.chat_template:
@@ -106,7 +106,7 @@ class RewardModel:
                 "are prompts that are chats. Add chat_template.jinja to the model's folder."
             )
         self._limit = _limit(model, self._tokenizer)
-        self._model = model.to(self._device, self._dtype).eval()
+        self._model = model.to(self._device).eval()
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Any]:
         """As a reward function: a float for each completion, or why there is none."""
@@ -219,7 +219,7 @@ def _folder(reference: str) -> Path:
         ) from error
 
 
-def _load_model(folder: Path, reference: str) -> Any:
+def _load_model(folder: Path, reference: str, dtype: torch.dtype) -> Any:
     try:
         from transformers import AutoModelForSequenceClassification
     except ImportError as error:
@@ -229,7 +229,8 @@ def _load_model(folder: Path, reference: str) -> Any:
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             folder,
-            dtype=torch.float32,
+            # Here and not by `.to`, which would round the frequencies of rotary positions too.
+            dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
