@@ -30,9 +30,10 @@ class Reason(IntEnum):
     DUPLICATE = 5
     BANNED = 6
     TRUNCATED = 7
-    NO_SPREAD = 8
-    TOO_EASY = 9
-    NOT_SCORED = 10
+    TOO_SHORT = 8
+    NO_SPREAD = 9
+    TOO_EASY = 10
+    NOT_SCORED = 11
 
 
 def rank_samples(

@@ -60,6 +60,7 @@ REASONS = {
     "duplicate": "left out: another sample of its prompt has its key under --distinct-by",
     "banned": "left out: --distinct-by gave it no key",
     "truncated": "left out: cut off by a limit",
+    "too_short": "left out: fewer tokens than --min-tokens",
     "no_spread": "left out: all scores of its prompt are equal, --drop-no-spread",
     "too_easy": "left out: more of its prompt pass than --max-pass-rate allows",
     "not_scored": "left out: it has no finite score",

@@ -54,6 +54,7 @@ from rft_batch.shards import (
 from rft_batch.versions import versions
 
 _COLUMNS = ["prompt_id", "sample_index", "rank", "score", "finish_reason"]
+_IDS = "completion_ids"
 _WORDS = pa.array(list(REASONS))
 _IS_KEPT = np.array([word in KEPT_REASONS for word in REASONS])
 
@@ -67,6 +68,8 @@ class _Shard:
     rank: NDArray[np.int32]
     score: NDArray[np.float32]
     truncated: NDArray[np.bool_]
+    num_tokens: NDArray[np.int64]
+    """The end of a text not counted; empty where nothing asks."""
 
     @property
     def num_prompts(self) -> int:
@@ -79,6 +82,8 @@ class _Shards:
 
     paths: list[Path]
     columns: list[str]
+    end_ids: list[int]
+    """Token ids that end a text."""
 
     def __call__(self) -> Iterator[_Shard]:
         for path in self.paths:
@@ -90,6 +95,7 @@ class _Shards:
                 rank=table["rank"].fill_null(UNRANKED).to_numpy(),
                 score=table["score"].to_numpy(),
                 truncated=pc.equal(finish, "length").to_numpy(),
+                num_tokens=_num_tokens(table, self.end_ids),
             )
 
 
@@ -137,7 +143,10 @@ def select(settings: SelectSettings) -> dict[str, Any]:
 
     paths = manifest_shards(samples, made_by)
     tally = _Tally(settings)
-    shards = _Shards(paths, [*_COLUMNS, *(distinct.columns if distinct else ())])
+    columns = [*_COLUMNS, *(distinct.columns if distinct else ())]
+    if settings.min_tokens and _IDS not in columns:
+        columns.append(_IDS)
+    shards = _Shards(paths, columns, made_by.get("policy", {}).get("end_ids", []))
     judge = partial(
         _judge,
         settings=settings,
@@ -264,6 +273,8 @@ def _judge(
     mark(reason, shard.rank == UNRANKED, Reason.NOT_SCORED)
     if not settings.keep_truncated:
         mark(reason, shard.truncated, Reason.TRUNCATED)
+    if settings.min_tokens:
+        mark(reason, shard.num_tokens < settings.min_tokens, Reason.TOO_SHORT)
     pool = reason == Reason.OPEN
     if settings.min_score is not None:
         mark(reason, score < settings.min_score, Reason.BELOW_MIN_SCORE)
@@ -279,6 +290,19 @@ def _judge(
     ids, index = shard.table["prompt_id"].to_pylist(), shard.table["sample_index"].to_pylist()
     word = first_words(settings.seed, round_number, ids, index, Stream.SELECTION)
     return _Judged(reason, draw_places(group, pool, key, word))
+
+
+def _num_tokens(table: pa.Table, end_ids: list[int]) -> NDArray[np.int64]:
+    if _IDS not in table.column_names:
+        return np.empty(0, dtype=np.int64)
+    ids = table[_IDS].combine_chunks()
+    offsets = ids.offsets.to_numpy()
+    lengths = np.diff(offsets)
+    ends = np.zeros(len(lengths), dtype=bool)
+    some = lengths > 0
+    ends[some] = np.isin(ids.values.to_numpy()[offsets[1:][some] - 1], end_ids)
+    counted: NDArray[np.int64] = lengths - ends
+    return counted
 
 
 def _repeated(

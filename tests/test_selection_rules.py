@@ -1,5 +1,6 @@
 """The rules of `select` on samples whose scores are given; files are in test_selection.py."""
 
+import json
 import sys
 import tempfile
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft_batch.errors import DataError, InputError
+from rft_batch.files import publish_json
 from rft_batch.randomness import SampleNoise, Stream
 from rft_batch.selected_rows import load_selected
 from rft_batch.selection import select
@@ -416,3 +418,19 @@ def test_all_rules_together_are_those_of_a_plain_reference(
             best = select(replace(given_rules, strategy="best", dry_run=True))
             for name in ("prompts", "selected", "prompts_with_none"):
                 assert best["counts"][name] == manifest["counts"][name]
+
+
+def test_completions_of_too_few_tokens_are_left_out_and_counted(tmp_path: Path) -> None:
+    # C09: the likeliest way to please many rewards is to say nothing. 9 ends a text.
+    ids = [[9], [], [5, 9], [5], [5, 9, 6, 9]]
+    round_dir = made_round(tmp_path, [scored("p", 5, 4, 3, 2, 1, completion_ids=ids)])
+    manifest = json.loads((round_dir / "samples/manifest.json").read_text())
+    publish_json(round_dir / "samples/manifest.json", manifest | {"policy": {"end_ids": [9]}})
+
+    assert kept(tmp_path, top_k=5, into="all") == ["p:0", "p:1", "p:2", "p:3", "p:4"]
+    assert kept(tmp_path, top_k=5, min_tokens=1, into="some") == ["p:2", "p:3", "p:4"]
+    assert kept(tmp_path, top_k=5, min_tokens=2, into="few") == ["p:4"]
+    reasons = json.loads((round_dir / "few/manifest.json").read_text())["reasons"]
+    assert reasons == {"top_k": 1, "too_short": 4}
+    with_keys = {"distinct_by": "completion", "min_tokens": 1, "strategy": "random"}
+    assert kept(tmp_path, top_k=5, into="drawn", **with_keys) == ["p:2", "p:3", "p:4"]

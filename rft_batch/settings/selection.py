@@ -53,6 +53,9 @@ class SelectSettings(Settings):
         choices=("best", "random"),
     )
     seed: int = option(0, help="Seed of --strategy random.", minimum=0)
+    min_tokens: int = option(
+        0, help="Fewest tokens of a completion that is kept, its end not counted.", minimum=0
+    )
     keep_truncated: bool = option(False, help="Let samples be kept that a limit cut off.")
     into: str = option("selection", help="Folder in ROUND to write.")
     allow_partial: bool = option(
