@@ -3,6 +3,7 @@
 rft-batch inspect runs/digits/round-1 --best 4 --worst 4 --verify
 """
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rft_batch.verification import verify_round
 
 _SHADES = " ░▒▓█"
 _SHOWN = ["prompt_id", "sample_index", "rank", "score", "score_error", "prompt"]
-_SHOWN += ["completion", "completion_ids"]
+_SHOWN += ["completion", "completion_ids", "finish_reason"]
 
 
 def inspect(settings: InspectSettings) -> str:
@@ -119,17 +120,31 @@ def _wanted(settings: InspectSettings, columns: list[pa.Table]) -> dict[str, lis
 def _samples(
     paths: list[Path], places: list[tuple[int, int]], display: dict[str, int] | None
 ) -> list[str]:
-    shown = []
+    shown, last_prompt = [], None
     for number, row in places:
         (sample,) = read_rows(paths[number], np.array([row]), _SHOWN).to_pylist()
         score = sample["score_error"] if sample["score"] is None else f"{sample['score']:.4f}"
-        head = (
-            f"{sample['prompt_id']} sample {sample['sample_index']}, prompt {sample['prompt']}, "
-            f"score {score}, rank {sample['rank']}"
+        head = printable(
+            f"{sample['prompt_id']} sample {sample['sample_index']}, score {score}, "
+            f"rank {sample['rank']}, {sample['finish_reason']}"
         )
+        # All samples of a prompt may be shown, and a chat can be long.
+        prompt = [] if sample["prompt"] == last_prompt else _prompt_lines(sample["prompt"])
+        last_prompt = sample["prompt"]
         body = str(sample["completion_ids"])
         if sample["completion"] is not None:
             body = sample["completion"]
-        lines = picture(sample["completion_ids"], display) if display else printable(body)
-        shown.append(f"{printable(head)}\n{lines}")
+        text = picture(sample["completion_ids"], display) if display else printable(body)
+        shown.append("\n".join([head, *prompt, text]))
     return shown
+
+
+def _prompt_lines(prompt: str) -> list[str]:
+    """A prompt as it is, a chat as one line for each message."""
+    try:
+        content = json.loads(prompt)
+    except ValueError:
+        content = prompt
+    is_chat = isinstance(content, list) and all(isinstance(one, dict) for one in content)
+    messages = [f"{one.get('role')}: {one.get('content')}" for one in content] if is_chat else []
+    return [printable(line) for line in messages or [f"prompt: {prompt}"]]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from conftest import save_tiny_policy
+from language_models import lm_settings, save_tiny_lm
 
 from rft_batch.errors import DataError
 from rft_batch.generation import generate
@@ -62,7 +63,8 @@ def test_pictures_are_drawn_where_the_policy_says_how(settings: GenerateSettings
     save_tiny_policy(settings.policy, display=Display(height=2, width=3, levels=7))
     generate(settings)
     text = inspect(InspectSettings(round_dir=settings.round_dir, best=1))
-    lines = text.split("rank 0\n")[1].splitlines()
+    prompt, *lines = text.split("rank 0, stop\n")[1].splitlines()
+    assert prompt.startswith("prompt: ")
     assert [len(line) for line in lines] == [6, 6]
     assert set("".join(lines)) <= set(" ░▒▓█")
 
@@ -70,6 +72,18 @@ def test_pictures_are_drawn_where_the_policy_says_how(settings: GenerateSettings
 def test_a_picture_is_darker_for_higher_levels() -> None:
     ids = [0, 4, 8, 12, 16, 16]
     assert picture(ids, {"height": 2, "width": 3, "levels": 17}) == "  ░░▒▒\n▓▓████"
+
+
+def test_a_chat_is_shown_once_for_its_samples_a_line_for_each_message(tmp_path: Path) -> None:
+    policy = save_tiny_lm(tmp_path / "lm")
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a\nb"}]
+    settings = lm_settings(tmp_path, policy, [chat, "plain text"])
+    generate(settings)
+    text = inspect(InspectSettings(round_dir=settings.round_dir, prompt="p0"))
+    assert text.count(" sample ") == 4
+    assert text.count("\nsystem: be brief\nuser: a\\nb\n") == 1
+    of_other = inspect(InspectSettings(round_dir=settings.round_dir, prompt="p1"))
+    assert of_other.count("\nprompt: plain text\n") == 1
 
 
 def test_text_cannot_move_the_cursor() -> None:
