@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rft_batch.errors import DataError, RftError
-from rft_batch.import_strings import given_arguments, source_digest
+from rft_batch.import_strings import accepted_arguments, given_arguments, source_digest
 
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """What every reward can ask for, besides the columns of the prompts."""
@@ -149,17 +149,9 @@ async def _together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 def _call(reward: Reward, arguments: Mapping[str, list[Any]]) -> Any:
     """Gives the function what it takes: all if it takes `**columns`, else what it names."""
     given = given_arguments(reward.function)
-    parameters = inspect.signature(reward.function).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    named = {parameter.name for parameter in parameters}
-    return reward.function(
-        **{
-            name: values
-            for name, values in arguments.items()
-            # The import string's own argument wins over a column that happens to bear its name.
-            if name not in given and (takes_all or name in named)
-        }
-    )
+    # The import string's own argument wins over a column that happens to bear its name.
+    offered = {name: values for name, values in arguments.items() if name not in given}
+    return reward.function(**accepted_arguments(reward.function, offered))
 
 
 def _outcomes(reward: Reward, returned: Any, count: int) -> list[Outcome]:
