@@ -22,9 +22,12 @@ INSTRUCTION = (
 @click.command(help=__doc__)
 @click.argument("folder", default=FOLDER, type=click.Path(file_okay=False, path_type=Path))
 def main(folder: Path) -> None:
-    """Writes both files, the held-out one last."""
+    """Writes the files, the held-out one last."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {name: problems(part) for name, part in (("prompts", "train"), ("held_out", "test"))}
+    train = problems("train")
+    # The paper trains on the written solutions too.
+    solved = [{**row, "completion": row["answer"]} for row in train]
+    parts = {"prompts": train, "anchor": solved, "held_out": problems("test")}
     for name, rows in parts.items():
         path = folder / f"{name}.jsonl"
         unfinished = path.with_name(path.name + ".tmp")

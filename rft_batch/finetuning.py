@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch_ema import ExponentialMovingAverage
 
+from rft_batch.anchors import anchor_digest, with_anchor
 from rft_batch.checkpoints import (
     TrainingState,
     checkpoint_steps,
@@ -76,6 +77,7 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
     identity = settings.identity(
         policy=digest,
         rows=selection_digest(rounds, settings.selection),
+        anchor=anchor_digest(settings.anchor) if settings.anchor else None,
     )
     refuse_other_identity(
         folder,
@@ -90,13 +92,17 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
     settings.family_options(policy.training_options, policy.family)
     with accelerator.main_process_first():
         rows = load_selected(rounds, settings.selection, folder, settings.max_per_prompt)
+    num_selected = len(rows)
+    if settings.anchor is not None:
+        rows = with_anchor(rows, settings.anchor, policy)
     if speaks and not (folder / "settings.json").exists():
         publish_json(folder / "settings.json", identity)
     run = _Run(settings, accelerator, policy, rows, folder)
+    anchored = f" and {len(rows) - num_selected} of the anchor" if settings.anchor else ""
     say(
-        f"{folder}: {len(rows)} selected rows, {run.total_steps} steps of {settings.batch_size} "
-        f"rows, {accelerator.num_processes} process(es), {accelerator.device.type}, "
-        f"mixed precision {accelerator.mixed_precision}",
+        f"{folder}: {num_selected} selected rows{anchored}, "
+        f"{run.total_steps} steps of {settings.batch_size} rows, {accelerator.num_processes} "
+        f"process(es), {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
         speaks,
     )
     try:
@@ -122,7 +128,8 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
             "policy": {"path": str(settings.policy), "digest": digest},
             "counts": {
                 "rows": len(rows),
-                "repeats_left_out": selected - len(rows) - over_limit,
+                "anchor_rows": len(rows) - num_selected,
+                "repeats_left_out": selected - num_selected - over_limit,
                 "over_limit_left_out": over_limit,
                 "steps": state.step,
                 "skipped_steps": sum(s["skipped"] for s in steps),

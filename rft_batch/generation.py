@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rft_batch.anchors import anchor_rows
 from rft_batch.errors import InputError, joined_problems
 from rft_batch.files import publish_json
 from rft_batch.policies import Policy, TrainingBatch, load_policy, policy_digest
@@ -175,13 +176,7 @@ def _anchor_batches(
     """The anchor's rows, with the same masks for every policy and round; none without one."""
     if settings.anchor is None:
         return []
-    rows = []
-    for prompt in read_prompts(settings.anchor, settings.id_column, settings.prompt_column):
-        try:
-            row = policy.encode_row(prompt.content, prompt.columns, **options)
-        except InputError as error:
-            raise InputError(f"--anchor {prompt.where}: {error}.") from error
-        rows.append({"prompt_id": prompt.prompt_id, **row})
+    rows = anchor_rows(settings.anchor, policy, options, settings.id_column, settings.prompt_column)
     return [
         policy.collate(part, [SampleNoise("anchor", row["prompt_id"]) for row in part], epoch=0)
         for part in (rows[i : i + _ANCHOR_BATCH] for i in range(0, len(rows), _ANCHOR_BATCH))

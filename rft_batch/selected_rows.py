@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _OF_SAMPLE = ["prompt_id", "sample_index", "score", "prompt", "prompt_ids", "completion_ids"]
-_SCHEMA = pa.schema(
+SCHEMA = pa.schema(
     [
         *(SAMPLES.field(name) for name in _OF_SAMPLE),
         pa.field("round_number", pa.int32(), nullable=False),
     ]
 )
 _OVER_LIMIT = "rft_batch.over_limit_left_out"
-COLUMNS = _SCHEMA.names
+COLUMNS = SCHEMA.names
 """What training needs of a sample; `round_number` is that of the draws' keys."""
 
 
@@ -174,7 +174,7 @@ def _round_table(round_dir: Path, selection: str) -> pa.Table:
         tables.append(rows.replace_schema_metadata())
     table = pa.concat_tables(tables)
     numbers = [made_samples["identity"]["round_number"]] * len(table)
-    return table.append_column(_SCHEMA.field("round_number"), pa.array(numbers, type=pa.int32()))
+    return table.append_column(SCHEMA.field("round_number"), pa.array(numbers, type=pa.int32()))
 
 
 def _manifests(round_dir: Path, selection: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -197,7 +197,7 @@ def _manifests(round_dir: Path, selection: str) -> tuple[dict[str, Any], dict[st
 
 
 def _write_arrow(path: Path, tables: Sequence[pa.Table], metadata: dict[str, str]) -> None:
-    schema = _SCHEMA.with_metadata(metadata)
+    schema = SCHEMA.with_metadata(metadata)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for table in tables:
             writer.write_table(table.cast(schema))

@@ -60,6 +60,7 @@ def test_the_result_is_a_policy_that_generate_reads(
 
     assert manifest["counts"] == {
         "rows": 14,
+        "anchor_rows": 0,
         "repeats_left_out": 0,
         "over_limit_left_out": 0,
         "steps": 6,

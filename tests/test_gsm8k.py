@@ -3,11 +3,20 @@
 import json
 import re
 import runpy
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import click
+import datasets
 import pytest
-from conftest import ROOT
+from conftest import ROOT, made_round, scored
+
+from rft_batch.equations import equation_key
+from rft_batch.prompts import read_prompts
+from rft_batch.rewards.text import gsm8k_answer
+from rft_batch.selection import select
+from rft_batch.settings import SelectSettings
 
 SAMPLE = ROOT / "tests" / "data" / "gsm8k_sample.jsonl"
 
@@ -53,8 +62,50 @@ def test_without_a_network_one_line_says_what_to_do(
 
 
 def test_the_reward_knows_right_from_wrong() -> None:
-    text = pytest.importorskip("rft_batch.rewards.text")
     answers = [problem["answer"] for problem in problems()]
     others = answers[1:] + answers[:1]
-    assert text.gsm8k_answer(completions=answers, answer=answers) == [1.0] * 8
-    assert text.gsm8k_answer(completions=others, answer=answers) == [0.0] * 8
+    assert gsm8k_answer(completions=answers, answer=answers) == [1.0] * 8
+    assert gsm8k_answer(completions=others, answer=answers) == [0.0] * 8
+
+
+def test_the_files_are_those_that_the_pipeline_names(
+    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Of the download alone something else stands in its place.
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: problems())
+    script["main"].callback(tmp_path)
+    settings = tomllib.loads((ROOT / "pipelines" / "gsm8k.toml").read_text())
+    named = (
+        settings["generate"]["prompts"],
+        settings["generate"]["eval"]["prompts"],
+        settings["finetune"]["anchor"],
+    )
+    assert {Path(path).name for path in named} == {path.name for path in tmp_path.iterdir()}
+    for solved in read_prompts(tmp_path / "anchor.jsonl", "prompt_id", "prompt"):
+        assert equation_key(solved.columns["completion"])
+        assert gsm8k_answer([solved.columns["completion"]], [solved.columns["answer"]]) == [1.0]
+
+
+def test_the_selection_keeps_one_wording_of_a_calculation_and_no_wrong_one(tmp_path: Path) -> None:
+    rules = tomllib.loads((ROOT / "pipelines" / "gsm8k.toml").read_text())["select"]
+    rows = []
+    for number, problem in enumerate(problems()):
+        answer = problem["answer"]
+        texts = [
+            answer,
+            f"Let us see. {answer}",
+            # The right number after a wrong calculation, and a wrong number.
+            re.sub(r"=([-.\d]+)>>", r"=1\1>>", answer, count=1),
+            re.sub(r"#### .*", "#### 123456", answer),
+        ]
+        scores = gsm8k_answer(texts, [answer] * 4)
+        assert scores == [1.0, 1.0, 1.0, 0.0]
+        rows.append(scored(f"p{number}", *scores, completion=texts))
+    made_round(tmp_path, rows)
+    manifest = select(SelectSettings(round_dir=tmp_path, **rules))
+    assert manifest["reasons"] == {
+        "top_k": 8,
+        "below_min_score": 8,
+        "duplicate": 8,
+        "banned": 8,
+    }

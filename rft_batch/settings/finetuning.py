@@ -27,6 +27,13 @@ class FinetuneSettings(Settings):
         help="Rows of a prompt to train on, of all rounds together; the best ones. Default: all.",
         minimum=1,
     )
+    anchor: Path | None = option(
+        None,
+        help="Original rows to train on beside the selected ones: prompt_id, prompt, completion "
+        "(or completion_ids), a .jsonl or .parquet file.",
+        identity=False,
+        path=True,
+    )
     seed: int = option(0, help="Seed of order and masks.", minimum=0)
     epochs: int = option(4, help="Passes over the selected rows.", minimum=1)
     max_steps: int | None = option(
