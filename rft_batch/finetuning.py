@@ -89,7 +89,7 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
         return read_manifest(folder, f"rft-batch finetune {round_dir}")
 
     policy = load_policy(settings.policy, settings.trust_policy_code)
-    settings.family_options(policy.training_options, policy.family)
+    options = settings.family_options(policy.training_options, policy.family)
     with accelerator.main_process_first():
         rows = load_selected(rounds, settings.selection, folder, settings.max_per_prompt)
     num_selected = len(rows)
@@ -97,7 +97,7 @@ def finetune(settings: FinetuneSettings) -> dict[str, Any]:
         rows = with_anchor(rows, settings.anchor, policy)
     if speaks and not (folder / "settings.json").exists():
         publish_json(folder / "settings.json", identity)
-    run = _Run(settings, accelerator, policy, rows, folder)
+    run = _Run(settings, accelerator, policy, options, rows, folder)
     anchored = f" and {len(rows) - num_selected} of the anchor" if settings.anchor else ""
     say(
         f"{folder}: {num_selected} selected rows{anchored}, "
@@ -210,11 +210,12 @@ class _Run:
         settings: FinetuneSettings,
         accelerator: Accelerator,
         policy: Policy,
+        options: dict[str, Any],
         rows: "Dataset",
         folder: Path,
     ) -> None:
         self.settings, self.accelerator, self.policy = settings, accelerator, policy
-        self.rows, self.folder = rows, folder
+        self.options, self.rows, self.folder = options, rows, folder
         self.steps_per_epoch = math.ceil(len(rows) / settings.batch_size)
         planned = settings.epochs * self.steps_per_epoch
         self.total_steps = min(planned, settings.max_steps or planned)
@@ -232,11 +233,10 @@ class _Run:
     def train(self) -> TrainingState:
         """Trains from the newest good checkpoint to the last step."""
         settings, accelerator = self.settings, self.accelerator
-        options = settings.family_options(self.policy.training_options, self.policy.family)
         # Adapters begin with random weights; a run that is begun anew begins with the same.
         noise = SampleNoise(settings.seed, "adapters")
         torch.manual_seed(int(noise.words(Stream.ADAPTERS, 0, 1)[0] >> np.uint64(1)))
-        module = self.policy.trained(**options)
+        module = self.policy.trained(**self.options)
         optimizer = torch.optim.AdamW(
             decay_groups(module, settings.weight_decay), lr=settings.learning_rate
         )

@@ -18,24 +18,21 @@ from rft_batch.anchors import anchor_rows
 from rft_batch.errors import InputError, joined_problems
 from rft_batch.files import publish_json
 from rft_batch.policies import Policy, TrainingBatch, load_policy, policy_digest
-from rft_batch.processes import this_process
+from rft_batch.processes import this_process, usual_dtype
 from rft_batch.progress import say
-from rft_batch.prompts import Prompt, prompts_digest, read_prompts
+from rft_batch.prompts import Prompt, prompts_digest
 from rft_batch.randomness import SampleNoise
-from rft_batch.rewards import check_columns, load_rewards, ready_rewards
+from rft_batch.rewards import ready_rewards
 from rft_batch.sampling import SampleJob, batch_loss, make_shards
 from rft_batch.scored_shards import (
     ShardPlan,
+    close_stage,
     make_own_shards,
     mean_loss,
-    refuse_too_many_errors,
-    reward_models,
-    stored_loss,
-    tally,
+    read_inputs,
 )
 from rft_batch.settings import GenerateSettings, fingerprint, refuse_other_identity
-from rft_batch.shards import read_manifest, shard_entries, unfinished_shards
-from rft_batch.versions import versions
+from rft_batch.shards import read_manifest
 
 _ANCHOR_BATCH = 32
 
@@ -59,12 +56,8 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
         raise InputError("--rescore: nothing is to be generated; rescoring.rescore does this.")
     folder = settings.round_dir / settings.into
     process = this_process(settings.device)
-    rewards = load_rewards(
-        settings.reward, settings.reward_weight, reward_models(settings, process.device)
-    )
+    rewards, prompts = read_inputs(settings, process.device)
     digest = policy_digest(settings.policy)
-    prompts = read_prompts(settings.prompts, settings.id_column, settings.prompt_column)
-    check_columns(rewards, {name for p in prompts for name in p.columns}, settings.prompts)
     dtype = _dtype(settings.dtype, process.device)
     identity = settings.identity(
         policy=digest,
@@ -119,35 +112,26 @@ def generate(settings: GenerateSettings) -> dict[str, Any]:
             process.is_main,
         )
         unscored = make_own_shards(plan, settings.limit, process, partial(make_shards, job))
-    refuse_too_many_errors(plan, unscored)
-    missing = unfinished_shards(folder, plan.metadata["fingerprint"], plan.num_shards)
-    if missing:
-        return {"stage": "generate", "folder": str(folder), "unfinished_shards": len(missing)}
-    counts, scores = tally(plan)
-    refuse_too_many_errors(plan, counts["unscored"])
-    collapsed = counts["prompts_with_one_completion"]
+    recorded = {
+        "path": str(settings.policy),
+        "digest": digest,
+        "display": policy.display,
+        **policy.facts(),
+    }
+    manifest = close_stage(
+        plan,
+        unscored,
+        identity,
+        recorded,
+        lambda: mean_loss(batch_loss(policy, batch) for batch in anchor),
+        process.index,
+    )
+    collapsed = manifest.get("counts", {}).get("prompts_with_one_completion")
     if collapsed and settings.temperature > 0:
         say(
             f"warning: the {settings.samples_per_prompt} samples of {collapsed} of {len(prompts)} "
             "prompts are all the same completion; nothing can be selected among them"
         )
-    manifest = {
-        "stage": "generate",
-        "identity": identity,
-        "policy": {
-            "path": str(settings.policy),
-            "digest": digest,
-            "display": policy.display,
-            **policy.facts(),
-        },
-        "counts": counts,
-        "scores": scores,
-        "own_loss": mean_loss(map(stored_loss, plan.paths)),
-        "anchor_loss": mean_loss(batch_loss(policy, batch) for batch in anchor),
-        "shards": shard_entries(plan.paths),
-        "versions": versions(),
-    }
-    publish_json(folder / "manifest.json", manifest, writer=str(process.index))
     return manifest
 
 
@@ -166,8 +150,7 @@ def _dtype(name: str, device: str) -> torch.dtype:
     if name != "auto":
         chosen: torch.dtype = getattr(torch, name)
         return chosen
-    has_bfloat16 = device.startswith("cuda") and torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+    return usual_dtype(device)
 
 
 def _anchor_batches(

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rft_batch.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -53,6 +56,14 @@ def this_process(device: str) -> Process:
     # Under a launcher Accelerate numbers the one CPU: "cpu:0".
     chosen = "cpu" if cpu else str(state.device)
     return Process(state.process_index, state.num_processes, chosen)
+
+
+def usual_dtype(device: str) -> "torch.dtype":
+    """What models run in where nothing else is asked for: bfloat16 on a GPU that has it."""
+    import torch
+
+    has_bfloat16 = device.startswith("cuda") and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def is_main_process() -> bool:

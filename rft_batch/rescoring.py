@@ -18,28 +18,24 @@ from rft_batch.errors import DataError, InputError
 from rft_batch.files import file_digest, publish_json
 from rft_batch.processes import this_process
 from rft_batch.progress import Progress, say
-from rft_batch.prompts import prompts_digest, read_prompts
-from rft_batch.rewards import check_columns, load_rewards, ready_rewards
+from rft_batch.prompts import prompts_digest
+from rft_batch.rewards import ready_rewards
 from rft_batch.schema import SAMPLES
 from rft_batch.scored_shards import (
+    RunningScores,
     ShardPlan,
+    close_stage,
     make_own_shards,
-    mean_loss,
-    refuse_too_many_errors,
-    reward_models,
+    read_inputs,
     score_and_publish,
     stored_loss,
-    tally,
 )
 from rft_batch.settings import GenerateSettings, fingerprint, refuse_other_identity
 from rft_batch.shards import (
     manifest_shards,
     read_columns,
     read_manifest,
-    shard_entries,
-    unfinished_shards,
 )
-from rft_batch.versions import versions
 
 _KEPT = ["prompt_ids", "completion", "completion_ids", "finish_reason", "logprob"]
 
@@ -78,11 +74,7 @@ def rescore(settings: GenerateSettings) -> dict[str, Any]:
         raise InputError("--rescore: none given. Pass the folder of ROUND with the samples.")
     folder = settings.round_dir / settings.into
     process = this_process(settings.device)
-    rewards = load_rewards(
-        settings.reward, settings.reward_weight, reward_models(settings, process.device)
-    )
-    prompts = read_prompts(settings.prompts, settings.id_column, settings.prompt_column)
-    check_columns(rewards, {name for p in prompts for name in p.columns}, settings.prompts)
+    rewards, prompts = read_inputs(settings, process.device)
     source = _read_source(settings.round_dir / settings.rescore)
     made_with = source.manifest["identity"]
     if prompts_digest(prompts) != made_with["prompts"]:
@@ -133,25 +125,14 @@ def rescore(settings: GenerateSettings) -> dict[str, Any]:
         unscored = make_own_shards(
             plan, settings.limit, process, partial(_make_shards, plan, source)
         )
-    refuse_too_many_errors(plan, unscored)
-    missing = unfinished_shards(folder, plan.metadata["fingerprint"], plan.num_shards)
-    if missing:
-        return {"stage": "generate", "folder": str(folder), "unfinished_shards": len(missing)}
-    counts, scores = tally(plan)
-    refuse_too_many_errors(plan, counts["unscored"])
-    manifest = {
-        "stage": "generate",
-        "identity": identity,
-        "policy": source.manifest["policy"],
-        "counts": counts,
-        "scores": scores,
-        "own_loss": mean_loss(map(stored_loss, plan.paths)),
-        "anchor_loss": source.manifest["anchor_loss"],
-        "shards": shard_entries(plan.paths),
-        "versions": versions(),
-    }
-    publish_json(folder / "manifest.json", manifest, writer=str(process.index))
-    return manifest
+    return close_stage(
+        plan,
+        unscored,
+        identity,
+        source.manifest["policy"],
+        lambda: source.manifest["anchor_loss"],
+        process.index,
+    )
 
 
 def _read_source(folder: Path) -> _Source:
@@ -172,20 +153,16 @@ def _make_shards(
 
     Above `plan.max_unscored` not all shards are made.
     """
-    unscored = scored = 0
-    score_sum = 0.0
+    running = RunningScores()
     for number in numbers:
-        if unscored > plan.max_unscored:
+        if running.unscored > plan.max_unscored:
             break
         path = source.paths[number]
         columns, errors = _read_rows(plan, path, number)
         scores = score_and_publish(plan, number, columns, errors, stored_loss(path))
-        good = [s.score for s in scores if s.score is not None]
-        unscored += len(scores) - len(good)
-        scored, score_sum = scored + len(good), score_sum + sum(good)
-        progress.show(score=score_sum / max(1, scored))
+        running.add(scores, progress)
         progress.advance(len(scores))
-    return unscored
+    return running.unscored
 
 
 def _read_rows(

@@ -17,7 +17,7 @@ from rft_batch.progress import Progress, say
 from rft_batch.prompts import Prompt
 from rft_batch.randomness import SampleNoise
 from rft_batch.rewards import Score
-from rft_batch.scored_shards import ShardPlan, score_and_publish
+from rft_batch.scored_shards import RunningScores, ShardPlan, score_and_publish
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ def make_shards(job: SampleJob, numbers: Sequence[int], progress: Progress) -> i
     """
     todo = iter(numbers)
     stopping = Event()
-    unscored = scored = 0
-    score_sum = 0.0
+    running = RunningScores()
     complete = _completer(job, progress, stopping)
     with ThreadPoolExecutor(1) as generator:
 
@@ -78,15 +77,11 @@ def make_shards(job: SampleJob, numbers: Sequence[int], progress: Progress) -> i
             while pending is not None:
                 shard = pending.result()
                 # What is in work when there are too many errors is still published.
-                pending = submit_next() if unscored <= job.plan.max_unscored else None
-                scores = _score_and_write(job, shard)
-                good = [s.score for s in scores if s.score is not None]
-                unscored += len(scores) - len(good)
-                scored, score_sum = scored + len(good), score_sum + sum(good)
-                progress.show(score=score_sum / max(1, scored))
+                pending = submit_next() if running.unscored <= job.plan.max_unscored else None
+                running.add(_score_and_write(job, shard), progress)
         finally:
             stopping.set()
-    return unscored
+    return running.unscored
 
 
 @torch.inference_mode()

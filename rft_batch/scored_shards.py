@@ -5,8 +5,7 @@ come from scores, the publication, and what is said of a whole stage.
 """
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,32 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rft_batch.errors import TooManyRowErrors
+from rft_batch.files import publish_json
 from rft_batch.processes import Process
 from rft_batch.progress import Progress, say
-from rft_batch.prompts import Prompt
+from rft_batch.prompts import Prompt, read_prompts
 from rft_batch.ranking import UNRANKED, rank_samples
-from rft_batch.rewards import CallRewards, Reward, RewardModels, Score, score_completions
+from rft_batch.rewards import (
+    CallRewards,
+    Reward,
+    RewardModels,
+    Score,
+    check_columns,
+    load_rewards,
+    score_completions,
+)
 from rft_batch.schema import SAMPLES
 from rft_batch.settings import GenerateSettings
 from rft_batch.shards import (
+    ids_as_bytes,
     read_columns,
+    shard_entries,
     shard_info,
     shard_name,
     unfinished_shards,
     write_samples,
 )
+from rft_batch.versions import versions
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,35 @@ class ShardPlan:
                 yield prompt, sample_index
 
 
-def reward_models(settings: GenerateSettings, device: str) -> RewardModels:
-    """The reward models of a command's settings."""
-    return RewardModels(
+class RunningScores:
+    """What became of the scores so far, as progress shows it."""
+
+    def __init__(self) -> None:
+        self.unscored = 0
+        """Rows that got no score."""
+        self._scored, self._sum = 0, 0.0
+
+    def add(self, scores: Sequence[Score], progress: Progress) -> None:
+        """Counts a shard's scores and shows the mean of all."""
+        good = [s.score for s in scores if s.score is not None]
+        self.unscored += len(scores) - len(good)
+        self._scored, self._sum = self._scored + len(good), self._sum + sum(good)
+        progress.show(score=self._sum / max(1, self._scored))
+
+
+def read_inputs(settings: GenerateSettings, device: str) -> tuple[list[Reward], list[Prompt]]:
+    """The rewards and the prompts that a command's settings name, made for each other.
+
+    Raises:
+        InputError: one cannot be read, or a reward needs a column that no prompt has.
+    """
+    models = RewardModels(
         settings.reward_model, settings.reward_output, settings.reward_batch_size, device
     )
+    rewards = load_rewards(settings.reward, settings.reward_weight, models)
+    prompts = read_prompts(settings.prompts, settings.id_column, settings.prompt_column)
+    check_columns(rewards, {name for p in prompts for name in p.columns}, settings.prompts)
+    return rewards, prompts
 
 
 def score_and_publish(
@@ -152,7 +187,52 @@ def make_own_shards(
         return make([number for number in owned if number in missing], progress)
 
 
-def refuse_too_many_errors(plan: ShardPlan, unscored: int) -> None:
+def close_stage(
+    plan: ShardPlan,
+    unscored: int,
+    identity: Mapping[str, Any],
+    policy: Mapping[str, Any],
+    anchor_loss: Callable[[], float | None],
+    writer: int,
+) -> dict[str, Any]:
+    """Publishes the manifest where every shard is there.
+
+    Args:
+        plan: of the stage.
+        unscored: rows to which this process could give no score.
+        identity: of the stage.
+        policy: what is recorded of it.
+        anchor_loss: computed only where the stage is complete.
+        writer: number of this process.
+
+    Returns:
+        The manifest; without the key `shards` where other shards are missing.
+
+    Raises:
+        TooManyRowErrors: more rows were not scored than allowed.
+    """
+    _refuse_too_many_errors(plan, unscored)
+    missing = unfinished_shards(plan.folder, plan.metadata["fingerprint"], plan.num_shards)
+    if missing:
+        return {"stage": "generate", "folder": str(plan.folder), "unfinished_shards": len(missing)}
+    counts, scores = _tally(plan)
+    _refuse_too_many_errors(plan, counts["unscored"])
+    manifest = {
+        "stage": "generate",
+        "identity": identity,
+        "policy": policy,
+        "counts": counts,
+        "scores": scores,
+        "own_loss": mean_loss(map(stored_loss, plan.paths)),
+        "anchor_loss": anchor_loss(),
+        "shards": shard_entries(plan.paths),
+        "versions": versions(),
+    }
+    publish_json(plan.folder / "manifest.json", manifest, writer=str(writer))
+    return manifest
+
+
+def _refuse_too_many_errors(plan: ShardPlan, unscored: int) -> None:
     """Raises TooManyRowErrors where more rows got no score than allowed."""
     if unscored <= plan.max_unscored:
         return
@@ -164,7 +244,7 @@ def refuse_too_many_errors(plan: ShardPlan, unscored: int) -> None:
     )
 
 
-def tally(plan: ShardPlan) -> tuple[dict[str, int], dict[str, float | None]]:
+def _tally(plan: ShardPlan) -> tuple[dict[str, int], dict[str, float | None]]:
     """Counts and means over all shards; only ranks and scores are held of all at once."""
     table = pa.concat_tables([read_columns(path, ["rank", "score"]) for path in plan.paths])
     scored = table.filter(table["score"].is_valid())
@@ -187,14 +267,11 @@ def _prompts_with_one_completion(path: Path) -> int:
     """Prompts of a shard with several samples that are all equal, whatever gave them."""
     table = read_columns(path, ["prompt_id", "completion_ids", "finish_reason"])
     table = table.filter(pc.not_equal(table["finish_reason"].cast(pa.string()), "error"))
-    samples: Counter[str] = Counter()
-    found: dict[str, set[bytes]] = {}
-    for prompt_id, ids in zip(
-        table["prompt_id"].to_pylist(), table["completion_ids"].to_pylist(), strict=True
-    ):
-        samples[prompt_id] += 1
-        found.setdefault(prompt_id, set()).add(np.array(ids, dtype=np.int32).tobytes())
-    return sum(samples[prompt_id] > 1 and len(ids) == 1 for prompt_id, ids in found.items())
+    codes = ids_as_bytes(table["completion_ids"]).dictionary_encode().indices
+    prompts = pa.table({"prompt": table["prompt_id"], "code": codes}).group_by("prompt")
+    found = prompts.aggregate([("code", "count"), ("code", "count_distinct")])
+    equal = pc.equal(found["code_count_distinct"], 1)
+    return int(pc.sum(pc.and_(equal, pc.greater(found["code_count"], 1))).as_py() or 0)
 
 
 def mean_loss(parts: Iterable[tuple[float, int]]) -> float | None:

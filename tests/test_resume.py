@@ -33,7 +33,7 @@ KILLS = {
         "before a shard is written": ("rft_batch.scored_shards", "write_samples", 3),
         "while a shard is renamed": ("os", "replace", 3),
         "while a file is synced": ("os", "fsync", 6),
-        "before the manifest": ("rft_batch.generation", "shard_entries", 1),
+        "before the manifest": ("rft_batch.scored_shards", "shard_entries", 1),
     },
     "select": {
         "between shards": ("rft_batch.selection", "write_flags", 3),

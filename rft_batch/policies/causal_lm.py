@@ -19,6 +19,7 @@ from rft_batch.policies.chat import Rendering, prompt_ids
 from rft_batch.policies.lm_engine import Written, complete
 from rft_batch.policies.lm_folder import (
     context_length,
+    end_ids,
     export_language_model,
     load_language_model,
 )
@@ -79,7 +80,7 @@ class CausalLMPolicy:
         self.folder, self._trusts_code = folder, trust_policy_code
         self.model: nn.Module
         self.model, self.tokenizer = load_language_model(folder, trust_policy_code, dtype)
-        self.end_ids = _end_ids(self.model, self.tokenizer)
+        self.end_ids = end_ids(self.model, self.tokenizer)
         if not self.end_ids:
             raise InputError(
                 f"policy {folder}: neither tokenizer nor generation_config.json has an "
@@ -88,6 +89,7 @@ class CausalLMPolicy:
         self.context = context_length(self.model.config)
         config = getattr(self.model, "generation_config", None)
         self._generation_config: dict[str, Any] = config.to_diff_dict() if config else {}
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._packing = False
         self._lora: nn.Module | None = None
 
@@ -106,6 +108,17 @@ class CausalLMPolicy:
             InputError: as `chat.prompt_ids`.
         """
         return prompt_ids(self.tokenizer, content, _rendering(options))
+
+    def encode_prompts(self, prompts: Sequence[Any], options: Mapping[str, Any]) -> list[list[int]]:
+        """The token ids of every sample's prompt; the samples of one share it, and its rendering.
+
+        Args:
+            prompts: contents, the same object for the samples of one prompt.
+            options: as of `encode_prompt`.
+        """
+        different = {id(prompt): prompt for prompt in prompts}
+        ids = {key: self.encode_prompt(prompt, **options) for key, prompt in different.items()}
+        return [ids[id(prompt)] for prompt in prompts]
 
     def encode_row(
         self, content: Any, columns: Mapping[str, Any], **options: Any
@@ -148,7 +161,7 @@ class CausalLMPolicy:
         def sample(
             prompts: Sequence[Any], noises: Sequence[SampleNoise], batch_size: int
         ) -> Iterator[tuple[Sequence[int], Completions]]:
-            encoded = [self.encode_prompt(prompt, **options) for prompt in prompts]
+            encoded = self.encode_prompts(prompts, options)
             fitting, refused = self.split_by_room(encoded)
             if refused:
                 yield refused, self.refusals([encoded[place] for place in refused])
@@ -300,8 +313,7 @@ class CausalLMPolicy:
         # The columns with a target: logits over the vocabulary are the largest tensor there is.
         columns = (targets != _IGNORED).any(0).nonzero()[:, 0]
         arguments = {name: t for name, t in tensors.items() if name != "labels"}
-        forward = inspect.signature(self.model.forward).parameters
-        if "logits_to_keep" in forward:
+        if self._keeps_logits:
             logits = model(**arguments, use_cache=False, logits_to_keep=columns).logits
         else:
             logits = model(**arguments, use_cache=False).logits[:, columns]
@@ -366,16 +378,6 @@ def _rendering(options: Mapping[str, Any]) -> Rendering:
     if not isinstance(arguments, dict):
         raise InputError(f"--chat-template-arguments {text!r}: expected an object of JSON")
     return Rendering(options.get("system"), options.get("chat", False), arguments)
-
-
-def _end_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """All ids that end a text: a chat model's turn ends with another than its documents do."""
-    configs = (getattr(model, "generation_config", None), model.config, tokenizer)
-    found: set[int] = set()
-    for config in configs:
-        ids = getattr(config, "eos_token_id", None)
-        found |= set(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    return frozenset(found)
 
 
 def _sequence(row: Mapping[str, Any]) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:

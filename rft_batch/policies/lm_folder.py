@@ -163,6 +163,21 @@ def context_length(config: Any) -> int | None:
     return length
 
 
+def end_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+    """All ids that end a text: a chat model's turn ends with another than its documents do.
+
+    Args:
+        model: a transformers model; its configuration and its generation config may say some.
+        tokenizer: its tokenizer, which may say another.
+    """
+    configs = (getattr(model, "generation_config", None), model.config, tokenizer)
+    found: set[int] = set()
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        found |= set(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
 def export_language_model(
     folder: Path, source: Path, model: nn.Module, tensors: Mapping[str, Tensor]
 ) -> None:

@@ -26,7 +26,9 @@ class _Policy(Protocol):
     tokenizer: Any
     end_ids: frozenset[int]
 
-    def encode_prompt(self, content: Any, **options: Any) -> list[int]: ...
+    def encode_prompts(
+        self, prompts: Sequence[Any], options: Mapping[str, Any]
+    ) -> list[list[int]]: ...
     def split_by_room(self, encoded: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]: ...
     def room(self, ids: Sequence[int], max_new_tokens: int) -> int: ...
     def refusals(self, encoded: Sequence[Sequence[int]]) -> Completions: ...
@@ -56,7 +58,7 @@ def vllm_sampler(policy: _Policy, options: Mapping[str, Any]) -> Sampler:
     def sample(
         prompts: Sequence[Any], noises: Sequence[SampleNoise], batch_size: int
     ) -> Iterator[tuple[Sequence[int], Completions]]:
-        encoded = [policy.encode_prompt(prompt, **options) for prompt in prompts]
+        encoded = policy.encode_prompts(prompts, options)
         fitting, refused = policy.split_by_room(encoded)
         if refused:
             yield refused, policy.refusals([encoded[place] for place in refused])

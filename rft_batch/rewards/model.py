@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rft_batch.errors import InputError
 from rft_batch.files import files_digest
+from rft_batch.processes import usual_dtype
 from rft_batch.rewards.calls import NotScored, RewardModels
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
@@ -72,8 +73,7 @@ class RewardModel:
         self._output = output
         self._batch_size = batch_size
         self._device = device
-        has_bfloat16 = device.startswith("cuda") and torch.cuda.is_bf16_supported()
-        self._dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+        self._dtype = usual_dtype(device)
         self._model: Any = None
         self._tokenizer: Any = None
 
